@@ -1,0 +1,1 @@
+"""Pretraining Diffusion Transformers with FSDP2 and matrix optimizers; ``python -m dit_train --help``."""

@@ -1,0 +1,285 @@
+"""Every setting of a run, its default and its meaning: one frozen dataclass a section (`overlays` reads them).
+
+This module imports nothing heavy, so that ``--help`` and a refused config are instant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+class ConfigError(ValueError):
+    """A setting, or something that a setting names, is wrong; the message is one line that says what would be right."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The Diffusion Transformer (Peebles & Xie, arXiv 2212.09748)."""
+
+    width: int = 384
+    """Size d of a token."""
+    depth: int = 12
+    """Number L of blocks."""
+    heads: int = 6
+    """Attention heads; must divide the width."""
+    patch: int = 2
+    """Side of a square patch in pixels (or latent cells)."""
+    mlp_ratio: float = 4.0
+    """Hidden size of the MLP over the width (SwiGLU takes two thirds of it, so that the count stays)."""
+    qk_norm: bool = False
+    """RMS-normalise queries and keys per head."""
+    swiglu: bool = False
+    """SwiGLU in place of GELU in the MLP."""
+    position: Literal["sincos", "rope"] = "sincos"
+    """Fixed 2-D sine-cosine table added to the tokens, or 2-D rotary embedding of queries and keys."""
+    learn_sigma: bool = False
+    """A second set of output channels, as in the original DiT; the rectified-flow loss leaves them out."""
+    label_dropout: float = 0.1
+    """Share of samples whose label is replaced by the null class, for classifier-free guidance."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The images."""
+
+    source: Literal["digits", "fashion_mnist", "image_folder", "synthetic"] = "digits"
+    """digits: 8x8 grey, inside the package. fashion_mnist: gzip IDX files under `path`. image_folder: `path` with one
+    folder a class. synthetic: coloured blobs, any size."""
+    path: str | None = None
+    """Folder of fashion_mnist (default /usr/share/datasets/fashion-mnist) or image_folder."""
+    image_size: int | None = None
+    """Side in pixels; image_folder crops and resizes to it, synthetic draws it, the others have their own."""
+    heldout_every: int = 5
+    """image_folder and synthetic: of each class every n-th image (in name order) is held out for scoring."""
+    classes: int = 10
+    """synthetic: number of classes."""
+    count: int = 2000
+    """synthetic: number of images."""
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """Rectified flow: x_t = (1 − t)·x0 + t·noise, the model predicts noise − x0 (arXiv 2209.03003)."""
+
+    timesteps: Literal["logit_normal", "uniform"] = "logit_normal"
+    """Law of t; both are stratified over the global batch."""
+    logit_mean: float = 0.0
+    """Mean of logit t."""
+    logit_std: float = 1.0
+    """Standard deviation of logit t."""
+
+
+@dataclass(frozen=True)
+class AuxiliaryAdamW:
+    """AdamW for what a matrix optimizer does not take: embeddings, modulation, final layer, biases."""
+
+    lr: float | None = None
+    """Learning rate; null takes the matrices' (their updates are RMS-matched to AdamW)."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the two moments."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float | None = None
+    """Decoupled weight decay of matrices in this group (vectors have none); null takes the matrices'."""
+
+
+@dataclass(frozen=True)
+class AdamWConfig:
+    """AdamW for every parameter (arXiv 1711.05101)."""
+
+    name: Literal["adamw"] = "adamw"
+    """AdamW for everything."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; vectors and embeddings have none."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the two moments."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+
+@dataclass(frozen=True)
+class MuonConfig:
+    """Muon: momentum orthogonalised by Newton–Schulz at every step."""
+
+    name: Literal["muon"] = "muon"
+    """Orthogonalised at every step."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, by the raw learning rate."""
+    momentum: float = 0.95
+    """Momentum μ."""
+    nesterov: bool = True
+    """Orthogonalise the Nesterov look-ahead instead of the buffer."""
+    momentum_form: Literal["ema", "heavy_ball"] = "ema"
+    """M ← μM + (1−μ)G, or M ← μM + G."""
+    ns_steps: int = 5
+    """Newton–Schulz iterations."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] = "match_rms_adamw"
+    """How the step scales with the shape, as in torch.optim.Muon."""
+    ns_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Precision of Newton–Schulz; auto: bf16 where the device multiplies it natively."""
+    wire_dtype: Literal["fp32", "bf16"] = "bf16"
+    """Precision of a refresh on the wire."""
+    bucket_mib: float = 64.0
+    """Largest bucket of matrices exchanged at once, in MiB on the wire."""
+    adamw: AuxiliaryAdamW = field(default_factory=AuxiliaryAdamW)
+
+
+@dataclass(frozen=True)
+class BlockMuonConfig(MuonConfig):
+    """BlockMuon: each device orthogonalises its own shard; never communicates (MuonBP with period ∞)."""
+
+    name: Literal["block_muon"] = "block_muon"
+    """Shards orthogonalised, never the whole matrix."""
+    block_grid: int | tuple[int, int] | None = None
+    """Blocks as a grid of rows (and columns) independent of the rank count; null takes the shards."""
+
+
+@dataclass(frozen=True)
+class MuonBPConfig(BlockMuonConfig):
+    """MuonBP: block steps, and the whole matrix every `period`-th step (arXiv 2510.16981)."""
+
+    name: Literal["muon_bp"] = "muon_bp"
+    """Shards, and the whole matrix every `period`-th step."""
+    momentum_form: Literal["ema", "heavy_ball"] = "heavy_ball"
+    period: int = 5
+    """P: a full step every P-th."""
+    phase: int = 0
+    """Step t (completed steps before it) is full when (t − phase) mod period = 0."""
+    block_lr_ratio: float = 1.0
+    """Multiplies block steps, on top of RMS matching."""
+
+
+@dataclass(frozen=True)
+class PeriodicRowMuonConfig(MuonConfig):
+    """Periodic Row-wise Muon: unit-row steps, a full refresh every `period`-th step (arXiv 2608.20818)."""
+
+    name: Literal["periodic_row_muon"] = "periodic_row_muon"
+    """Unit rows, and the whole matrix every `period`-th step."""
+    period: int = 3
+    """K: a full refresh every K-th step."""
+    phase: int = 0
+    """Step t (completed steps before it) refreshes when (t − phase) mod period = 0."""
+    row_lr_ratio: float = 1.0
+    """Multiplies row steps, whose RMS otherwise equals that of a refresh."""
+
+
+OptimizerConfig = AdamWConfig | MuonConfig | BlockMuonConfig | MuonBPConfig | PeriodicRowMuonConfig
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate over steps, as a factor of the optimizer's."""
+
+    kind: Literal["cosine", "constant"] = "cosine"
+    """Shape after the warm-up."""
+    warmup_steps: int = 50
+    """Linear warm-up."""
+    final_fraction: float = 0.1
+    """cosine: factor at the last step."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop."""
+
+    steps: int = 500
+    """Optimizer steps."""
+    batch: int = 128
+    """Global batch in images; must be divisible by the number of ranks (and by ranks x micro_batch)."""
+    micro_batch: int | None = None
+    """Images a rank takes at once; the rest of its share is accumulated. null: the whole share."""
+    seed: int = 0
+    """Fixes initial weights, data order, noise, timesteps and label dropout for any number of ranks."""
+    compute_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Precision of forward and backward; auto measures a few steps of each and takes the faster."""
+    clip_norm: float | None = 1.0
+    """Largest global gradient norm; null: no clipping."""
+    ema_decay: float = 0.9999
+    """Decay a step of the averaged weights that are sampled and scored."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Devices."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA with NCCL where there is a GPU, else CPU with gloo."""
+    reshard_after_forward: bool = True
+    """FSDP2: free a block's gathered weights after its forward (ZeRO-3) or keep them to the backward (ZeRO-2)."""
+    sync_every_micro_batch: bool = True
+    """Reduce gradients after each micro-batch; false saves communication and holds whole gradients."""
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """How images are generated, for grids and for the score."""
+
+    sampler: Literal["euler", "heun"] = "heun"
+    """Integrator of the probability-flow ODE from t=1 to t=0."""
+    steps: int = 12
+    """Intervals (heun evaluates the model twice in all but the last)."""
+    guidance: float = 1.0
+    """Classifier-free guidance scale; 1 is the conditional model alone."""
+    batch: int = 128
+    """Images generated at once by a rank."""
+    grid: int = 8
+    """Side of a sample grid in images; 0: no grids."""
+    seed: int = 1
+    """Fixes the noise of sample i, for any number of ranks."""
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
+    """Fréchet distance and KID of generated images against held-out ones, at equal n, beside a floor."""
+
+    every: int = 0
+    """Score every so many steps and at the last; 0: never."""
+    count: int | None = None
+    """Images generated; null: as many as are held out (10,000 at most)."""
+    extractor: str | None = None
+    """digits-cnn, fashion-mnist-cnn, efficientnet-lite0 or inception-2015-12-05; null: what suits the data."""
+    weights: str | None = None
+    """Weights file of an extractor that has none inside the package."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run folder and what is written to it."""
+
+    folder: str = "runs/dit"
+    """Where everything goes; the same command goes on from its last checkpoint."""
+    log_every: int = 10
+    """Steps between lines on the terminal (metrics.jsonl has every step)."""
+    validate_every: int = 100
+    """Steps between held-out losses, and at the last; 0: never."""
+    validate_count: int = 1000
+    """Held-out images, a fixed draw, that the held-out loss is taken on (all if there are fewer)."""
+    sample_every: int = 0
+    """Steps between sample grids (there is always one at the end); 0: only at the end."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints, and at the last."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept."""
+    tensorboard: bool = True
+    """Write tensorboard/ beside metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
+    run: RunConfig = field(default_factory=RunConfig)

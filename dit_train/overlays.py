@@ -1,0 +1,275 @@
+"""Builds a `Config` strictly from YAML files and ``--section.key value`` arguments, and writes it back.
+
+Files are laid over each other in the order given, then the command line; what none of them names keeps its default.
+An unknown key or a value of the wrong type raises `ConfigError` with one line that names the nearest key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from dit_train.config import Config, ConfigError
+
+
+def read(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
+    """Lay YAML files and ``--section.key value`` arguments over the defaults, in order.
+
+    A file that names another ``optimizer.name`` than the ones before it replaces the whole section, since each
+    optimizer has settings of its own.
+
+    Raises:
+        ConfigError: a file is missing or no YAML mapping, a key is unknown, a value has the wrong type or range.
+    """
+    layers = [(str(path), _load_yaml(find(path))) for path in files]
+    layers += [("command line", layer) for layer in _parse_overrides(overrides)]
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, layer in layers:
+        _merge(merged, layer, origin, origins)
+    config = _build(Config, merged, "", origins)
+    _check_ranges(config)
+    return config
+
+
+def find(path: str | Path) -> Path:
+    """A config file by its path, else ``configs/…`` as shipped inside the package.
+
+    Raises:
+        ConfigError: neither exists; names the nearest shipped file.
+    """
+    given = Path(path)
+    if given.is_file():
+        return given
+    shipped = shipped_configs()
+    parts = given.parts[1:] if given.parts[:1] == ("configs",) else given.parts
+    if shipped.joinpath(*parts).is_file():
+        return shipped.joinpath(*parts)
+    known = [f"configs/{p.relative_to(shipped).as_posix()}" for p in sorted(shipped.rglob("*.yaml"))]
+    raise ConfigError(f"{path}: no such config file{_nearest(str(path), known)}")
+
+
+def shipped_configs() -> Path:
+    """The folder of the configs that come with the package: in a checkout beside it, in a wheel inside it."""
+    package = Path(__file__).parent
+    return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config, or a section, as plain YAML values."""
+    return _plain(dataclasses.asdict(config))
+
+
+def dump(config: Config, **header: str) -> str:
+    """The resolved config as YAML text that `read` takes back, after comment lines ``# key: value``."""
+    comments = "".join(f"# {key}: {value}\n" for key, value in header.items())
+    return comments + yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _load_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path}: not valid YAML ({reason})") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"{path}: expected sections such as 'model:' at the top")
+    return values
+
+
+def _parse_overrides(arguments: Sequence[str]) -> list[dict[str, Any]]:
+    """``--a.b 1``, ``--a.b=1`` and ``--a.b 1 2`` (a list) as nested mappings, one an argument."""
+    layers, rest = [], list(arguments)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            raise ConfigError(f"{flag}: config files come before --section.key value arguments")
+        name, equals, text = flag[2:].partition("=")
+        texts = [text] if equals else []
+        while not equals and rest and not rest[0].startswith("--"):
+            texts.append(rest.pop(0))
+        if not texts:
+            raise ConfigError(f"{flag}: needs a value, as in {flag} VALUE")
+        values = [_parse_value(text) for text in texts]
+        layer: Any = values[0] if len(values) == 1 else values
+        for key in reversed(name.replace("-", "_").split(".")):
+            layer = {key: layer}
+        layers.append(layer)
+    return layers
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _merge(base: dict[str, Any], layer: dict[str, Any], origin: str, origins: dict[str, str], prefix: str = "") -> None:
+    for key, value in layer.items():
+        path = f"{prefix}{key}"
+        below = base.get(key)
+        if isinstance(below, dict) and isinstance(value, dict) and value.get("name") in (None, below.get("name")):
+            _merge(below, value, origin, origins, f"{path}.")
+        elif isinstance(value, dict):
+            base[key] = {}
+            _merge(base[key], value, origin, origins, f"{path}.")
+        else:
+            base[key] = value
+        origins[path] = origin
+
+
+# --- building --------------------------------------------------------------------------------------------------------
+
+
+def _build(cls: type, values: Any, path: str, origins: dict[str, str]) -> Any:
+    """An instance of dataclass `cls` from a mapping, with unknown keys and wrong types refused."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{_where(path, origins)}expected settings below it, not {values!r}")
+    hints = typing.get_type_hints(cls)
+    arguments = {}
+    for key, value in values.items():
+        inner = f"{path}.{key}" if path else str(key)
+        if key not in hints:
+            known = [f"{path}.{name}" if path else name for name in hints]
+            raise ConfigError(f"{_where(inner, origins)}no such setting{_nearest(inner, known)}")
+        arguments[key] = _convert(hints[key], value, inner, origins)
+    return cls(**arguments)
+
+
+def _convert(hint: Any, value: Any, path: str, origins: dict[str, str]) -> Any:
+    """`value` as the annotated type, or ConfigError."""
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, path, origins)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        members = typing.get_args(hint)
+        if all(dataclasses.is_dataclass(member) for member in members):
+            return _build_tagged(members, value, path, origins)
+        for member in members:
+            try:
+                return _convert(member, value, path, origins)
+            except ConfigError:
+                continue
+    elif typing.get_origin(hint) is Literal:
+        if value in typing.get_args(hint):
+            return value
+        if isinstance(value, str):
+            raise ConfigError(f"{_where(path, origins)}no such value {value!r}{_nearest(value, typing.get_args(hint))}")
+    elif typing.get_origin(hint) is tuple:
+        kinds = typing.get_args(hint)
+        if isinstance(value, list | tuple) and len(value) == len(kinds):
+            return tuple(_convert(kind, item, path, origins) for kind, item in zip(kinds, value, strict=True))
+    elif hint is float:
+        number = _as_float(value)
+        if number is not None:
+            return number
+    elif (hint is type(None) and value is None) or (hint is not type(None) and type(value) is hint):
+        return value
+    raise ConfigError(f"{_where(path, origins)}expected {_describe(hint)}, not {value!r}")
+
+
+def _build_tagged(members: tuple[type, ...], value: Any, path: str, origins: dict[str, str]) -> Any:
+    """The member of a tagged union whose ``name`` the mapping gives (default: the first)."""
+    by_name = {typing.get_args(typing.get_type_hints(member)["name"])[0]: member for member in members}
+    name = value.get("name", next(iter(by_name))) if isinstance(value, dict) else value
+    if name not in by_name:
+        raise ConfigError(
+            f"{_where(f'{path}.name', origins)}no such {path} {name!r}{_nearest(str(name), list(by_name))}"
+        )
+    return _build(by_name[name], value if isinstance(value, dict) else {"name": name}, path, origins)
+
+
+def _as_float(value: Any) -> float | None:
+    """A number; YAML 1.1 reads ``3e-4`` as text, so text that is a number counts."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_describe(member) for member in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return f"a list of {len(typing.get_args(hint))} values"
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+    names = {float: "a finite number", int: "a whole number", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(hint, str(hint))
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    """``; did you mean …?`` with the nearest known word; where none is near, the known words if they are few."""
+    best = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    if best:
+        return f"; did you mean {best[0]}?"
+    return f"; known: {', '.join(known)}" if len(known) <= 12 else ""
+
+
+def _where(path: str, origins: dict[str, str]) -> str:
+    origin = origins.get(path)
+    return f"{origin}: {path}: " if origin else f"{path}: "
+
+
+# --- ranges ----------------------------------------------------------------------------------------------------------
+
+_POSITIVE = (
+    "model.width model.depth model.heads model.patch model.mlp_ratio data.image_size data.classes data.count "
+    "objective.logit_std optimizer.lr optimizer.ns_steps optimizer.bucket_mib optimizer.period optimizer.adamw.lr "
+    "train.steps train.batch train.micro_batch train.clip_norm sample.steps sample.batch score.count "
+    "run.log_every run.validate_count run.checkpoint_every run.keep_checkpoints"
+).split()
+_NOT_NEGATIVE = (
+    "optimizer.weight_decay optimizer.eps optimizer.adamw.eps optimizer.adamw.weight_decay optimizer.block_lr_ratio "
+    "optimizer.row_lr_ratio optimizer.phase schedule.warmup_steps train.seed sample.grid sample.seed sample.guidance "
+    "score.every run.validate_every run.sample_every"
+).split()
+_FRACTION = "model.label_dropout schedule.final_fraction".split()
+_BELOW_ONE = "optimizer.momentum train.ema_decay".split()
+
+
+def _check_ranges(config: Config) -> None:
+    rules = (
+        (_POSITIVE, lambda v: v > 0, "must be above 0"),
+        (_NOT_NEGATIVE, lambda v: v >= 0, "must not be negative"),
+        (_FRACTION, lambda v: 0 <= v <= 1, "must lie in [0, 1]"),
+        (_BELOW_ONE, lambda v: 0 <= v < 1, "must lie in [0, 1)"),
+        (["data.heldout_every"], lambda v: v >= 2, "must be at least 2"),
+    )
+    for paths, holds, text in rules:
+        for path in paths:
+            value = _lookup(config, path)
+            if value is not None and not holds(value):
+                raise ConfigError(f"{path}: {text}, not {value!r}")
+    for path in ("optimizer.betas", "optimizer.adamw.betas"):
+        betas = _lookup(config, path)
+        if betas is not None and not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(f"{path}: both must lie in [0, 1), not {list(betas)}")
+    if not config.run.folder.strip():
+        raise ConfigError("run.folder: must name a folder")
+
+
+def _lookup(config: Any, path: str) -> Any:
+    """The value at a dotted path, or None where this config has no such setting."""
+    for key in path.split("."):
+        config = getattr(config, key, None)
+    return config
