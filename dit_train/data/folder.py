@@ -1,0 +1,102 @@
+"""A folder of images, one subfolder a class."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from dit_train.config import ConfigError, DataConfig
+from dit_train.data.table import Table, every_nth, require_size
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+def image_folder(config: DataConfig) -> Table:
+    """RGB images in ``path/<class>/*``, cropped and resized to `image_size`; decoded when they are read.
+
+    Classes and files are in name order. Hidden and other files are passed over, and EXIF rotation is (as in ADM).
+    """
+    size = require_size(config)
+    by_class = _listing(config)
+    files = [file for folder in by_class.values() for file in folder]
+    labels = np.repeat(np.arange(len(by_class)), [len(folder) for folder in by_class.values()]).astype(np.int64)
+
+    def read(rows: np.ndarray) -> np.ndarray:
+        out = np.empty((len(rows), 3, size, size), dtype=np.uint8)
+        for image, row in zip(out, rows, strict=True):
+            image[:] = decode(files[row], size)
+        return out
+
+    def probe() -> None:
+        for folder in by_class.values():
+            with _opened(folder[0]):
+                pass
+
+    return Table(labels, every_nth(labels, config), read, 3, size, tuple(by_class), probe)
+
+
+def decode(path: str, size: int) -> np.ndarray:
+    """One image as [3, size, size] uint8. Raises `ConfigError` that names the file if it cannot be decoded."""
+    with _opened(path) as image:
+        return np.asarray(centre_crop(to_rgb(image), size)).transpose(2, 0, 1)
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Image.Image]:
+    try:
+        with Image.open(path) as image:
+            yield image
+    except Exception as error:  # decoders raise whatever they meet: OSError, SyntaxError, zlib.error, ...
+        raise ConfigError(
+            f"{path} cannot be read as an image ({type(error).__name__}): remove or replace it"
+        ) from error
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Any mode to RGB: transparency over white, 16-bit grey scaled to 8 bits."""
+    if image.mode.startswith("I"):  # 16-bit grey, which Pillow itself would clip at 255
+        image = Image.fromarray(np.rint(np.asarray(image).clip(0, 65535) / 257).astype(np.uint8))
+    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image.convert("RGB")
+
+
+def centre_crop(image: Image.Image, size: int) -> Image.Image:
+    """The central square, `size` pixels a side, as for ImageNet in ADM (Dhariwal & Nichol, arXiv 2105.05233).
+
+    Halve with a box filter while the short side is at least twice the size, bicubic to the size, cut the centre.
+    """
+    while min(image.size) >= 2 * size:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    scale = size / min(image.size)
+    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+    left, top = (image.width - size) // 2, (image.height - size) // 2
+    return image.crop((left, top, left + size, top + size))
+
+
+def _listing(config: DataConfig) -> dict[str, list[str]]:
+    """Class name to the paths of its images, both sorted. Raises `ConfigError` for what is missing or empty."""
+    if config.path is None:
+        raise ConfigError("data.source=image_folder needs data.path, a folder with one folder of images a class")
+    root = Path(config.path).expanduser()
+    if not root.is_dir():
+        raise ConfigError(f"data.path={root} is no folder: it should hold one folder of images a class")
+    names = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    if not names:
+        raise ConfigError(f"data.path={root} has no folders: put the images of each class into one, {root}/CLASS/")
+    by_class = {name: _images_in(root / name) for name in names}
+    for name, files in by_class.items():
+        if not files:
+            raise ConfigError(f"{root / name} has no images ({', '.join(SUFFIXES)}): add some or remove the folder")
+    return by_class
+
+
+def _images_in(folder: Path) -> list[str]:
+    """Paths as strings, since a million `Path` objects weigh half a gigabyte."""
+    names = sorted(n for n in os.listdir(folder) if n.lower().endswith(SUFFIXES) and not n.startswith("."))
+    return [os.path.join(folder, name) for name in names]

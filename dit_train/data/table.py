@@ -1,0 +1,58 @@
+"""What every source comes down to: rows with a class, a reader, and which rows are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dit_train.config import ConfigError, DataConfig
+
+
+@dataclass(frozen=True)
+class Table:
+    """All images of a source, before they are split in two."""
+
+    labels: np.ndarray
+    """[n] int64."""
+    heldout: np.ndarray
+    """[n] bool."""
+    read: Callable[[np.ndarray], np.ndarray]
+    """Rows [N] int64 -> images [N, C, H, W] uint8, an array of its own."""
+    channels: int
+    image_size: int
+    class_names: tuple[str, ...]
+    probe: Callable[[], None] = lambda: None
+    """Looks at a few images without decoding them; raises `ConfigError`."""
+
+
+def every_nth(labels: np.ndarray, config: DataConfig) -> np.ndarray:
+    """[n] bool: of each class the `heldout_every`-th image and its multiples, in the order of the rows.
+
+    Raises `ConfigError` where that leaves nothing to train on, or nothing held out.
+    """
+    every = config.heldout_every
+    if every < 2:
+        raise ConfigError(f"data.heldout_every={every} must be at least 2: 5 holds out a fifth of the images")
+    order = np.argsort(labels, kind="stable")
+    counts = np.bincount(labels)
+    rank = np.empty(len(labels), dtype=np.int64)  # of an image within its class
+    rank[order] = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
+    heldout = rank % every == every - 1
+    if not heldout.any():
+        raise ConfigError(f"data.heldout_every={every} holds out nothing: no class has more than {counts.max()} images")
+    return heldout
+
+
+def require_size(config: DataConfig) -> int:
+    """The side that the settings ask for. Raises `ConfigError` where they name none."""
+    if config.image_size is None or config.image_size < 1:
+        raise ConfigError(f"data.source={config.source} needs data.image_size, the side in pixels, such as 64")
+    return config.image_size
+
+
+def forbid_other_size(config: DataConfig, size: int) -> None:
+    """Raise `ConfigError` where the settings ask for another side than the images have."""
+    if config.image_size not in (None, size):
+        raise ConfigError(f"data.source={config.source} has images of {size} pixels: leave data.image_size out")
