@@ -106,7 +106,7 @@ def _parse_overrides(arguments: Sequence[str]) -> list[dict[str, Any]]:
             texts.append(rest.pop(0))
         if not texts:
             raise ConfigError(f"{flag}: needs a value, as in {flag} VALUE")
-        values = [_parse_value(text) for text in texts]
+        values = [_Argument(text) for text in texts]
         layer: Any = values[0] if len(values) == 1 else values
         for key in reversed(name.replace("-", "_").split(".")):
             layer = {key: layer}
@@ -114,11 +114,14 @@ def _parse_overrides(arguments: Sequence[str]) -> list[dict[str, Any]]:
     return layers
 
 
-def _parse_value(text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
+class _Argument(str):
+    """A command-line value, read as YAML unless the setting is text: a path may look like a number or a mapping."""
+
+    def parsed(self) -> Any:
+        try:
+            return yaml.safe_load(self)
+        except yaml.YAMLError:
+            return str(self)
 
 
 def _merge(base: dict[str, Any], layer: dict[str, Any], origin: str, origins: dict[str, str], prefix: str = "") -> None:
@@ -155,13 +158,18 @@ def _build(cls: type, values: Any, path: str, origins: dict[str, str]) -> Any:
 
 def _convert(hint: Any, value: Any, path: str, origins: dict[str, str]) -> Any:
     """`value` as the annotated type, or ConfigError."""
+    if isinstance(value, _Argument):
+        if hint is str or typing.get_origin(hint) is Literal:
+            value = str(value)
+        elif hint is type(None) or hint in (int, float, bool) or typing.get_origin(hint) is tuple:
+            value = value.parsed()
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, path, origins)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         members = typing.get_args(hint)
         if all(dataclasses.is_dataclass(member) for member in members):
             return _build_tagged(members, value, path, origins)
-        for member in members:
+        for member in sorted(members, key=lambda member: member is not type(None)):  # "null" before text
             try:
                 return _convert(member, value, path, origins)
             except ConfigError:

@@ -82,13 +82,13 @@ def centre_crop(image: Image.Image, size: int) -> Image.Image:
 def _listing(config: DataConfig) -> dict[str, list[str]]:
     """Class name to the paths of its images, both sorted. Raises `ConfigError` for what is missing or empty."""
     if config.path is None:
-        raise ConfigError("data.source=image_folder needs data.path, a folder with one folder of images a class")
+        raise ConfigError("data.path: image_folder needs one, a folder with one folder of images a class")
     root = Path(config.path).expanduser()
     if not root.is_dir():
-        raise ConfigError(f"data.path={root} is no folder: it should hold one folder of images a class")
+        raise ConfigError(f"data.path: {root} is no folder; it should hold one folder of images a class")
     names = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if not names:
-        raise ConfigError(f"data.path={root} has no folders: put the images of each class into one, {root}/CLASS/")
+        raise ConfigError(f"data.path: {root} has no folders; put the images of each class into one, {root}/CLASS/")
     by_class = {name: _images_in(root / name) for name in names}
     for name, files in by_class.items():
         if not files:

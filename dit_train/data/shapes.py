@@ -16,7 +16,9 @@ def synthetic(config: DataConfig) -> Table:
     """`count` RGB images; image i has class i mod `classes`, which fixes shape and hue, and depends on i alone."""
     size = require_size(config)
     if config.classes < 1 or config.count < config.classes:
-        raise ConfigError(f"data.count={config.count} must be at least data.classes={config.classes}, and that 1")
+        raise ConfigError(
+            f"data.count: must be at least data.classes ({config.classes}), and that 1, not {config.count}"
+        )
     labels = np.arange(config.count, dtype=np.int64) % config.classes
 
     def read(rows: np.ndarray) -> np.ndarray:

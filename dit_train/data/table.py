@@ -34,25 +34,27 @@ def every_nth(labels: np.ndarray, config: DataConfig) -> np.ndarray:
     """
     every = config.heldout_every
     if every < 2:
-        raise ConfigError(f"data.heldout_every={every} must be at least 2: 5 holds out a fifth of the images")
+        raise ConfigError(f"data.heldout_every: must be at least 2, not {every}; 5 holds out a fifth of the images")
     order = np.argsort(labels, kind="stable")
     counts = np.bincount(labels)
     rank = np.empty(len(labels), dtype=np.int64)  # of an image within its class
     rank[order] = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
     heldout = rank % every == every - 1
     if not heldout.any():
-        raise ConfigError(f"data.heldout_every={every} holds out nothing: no class has more than {counts.max()} images")
+        raise ConfigError(
+            f"data.heldout_every: {every} holds out nothing; no class has more than {counts.max()} images"
+        )
     return heldout
 
 
 def require_size(config: DataConfig) -> int:
     """The side that the settings ask for. Raises `ConfigError` where they name none."""
     if config.image_size is None or config.image_size < 1:
-        raise ConfigError(f"data.source={config.source} needs data.image_size, the side in pixels, such as 64")
+        raise ConfigError(f"data.image_size: {config.source} needs one, the side in pixels, such as 64")
     return config.image_size
 
 
 def forbid_other_size(config: DataConfig, size: int) -> None:
     """Raise `ConfigError` where the settings ask for another side than the images have."""
     if config.image_size not in (None, size):
-        raise ConfigError(f"data.source={config.source} has images of {size} pixels: leave data.image_size out")
+        raise ConfigError(f"data.image_size: {config.source} has images of {size} pixels; leave it out")

@@ -49,24 +49,24 @@ def check_model(config: ModelConfig, image_size: int) -> None:
     """
     for name in ("width", "depth", "heads", "patch"):
         if getattr(config, name) < 1:
-            raise ConfigError(f"model.{name}={getattr(config, name)} must be at least 1")
+            raise ConfigError(f"model.{name}: must be at least 1, not {getattr(config, name)}")
     if mlp_width(config) < 1:
-        raise ConfigError(f"model.mlp_ratio={config.mlp_ratio} leaves the MLP empty: 4 is usual")
+        raise ConfigError(f"model.mlp_ratio: {config.mlp_ratio} leaves the MLP empty; 4 is usual")
     if not 0.0 <= config.label_dropout <= 1.0:
-        raise ConfigError(f"model.label_dropout={config.label_dropout} must lie between 0 and 1")
+        raise ConfigError(f"model.label_dropout: must lie in [0, 1], not {config.label_dropout}")
     if config.width % config.heads:
         fitting = _nearest_divisor(config.width, config.heads)
-        raise ConfigError(f"model.heads={config.heads} must divide model.width={config.width}: {fitting} does")
+        raise ConfigError(f"model.heads: {config.heads} does not divide model.width {config.width}; {fitting} does")
     if config.position == "sincos" and config.width % 4:
-        raise ConfigError(f"model.position=sincos needs model.width divisible by 4, not {config.width}")
+        raise ConfigError(f"model.position: sincos needs model.width divisible by 4, not {config.width}")
     if config.position == "rope" and config.width // config.heads % 4:
         raise ConfigError(
-            f"model.position=rope needs width/heads divisible by 4, not {config.width}/{config.heads} = "
-            f"{config.width // config.heads}: change model.heads or take model.position=sincos"
+            f"model.position: rope needs width/heads divisible by 4, not {config.width}/{config.heads} = "
+            f"{config.width // config.heads}; change model.heads or take sincos"
         )
     if image_size % config.patch:
         fitting = _nearest_divisor(image_size, config.patch)
-        raise ConfigError(f"model.patch={config.patch} must divide the image size {image_size}: {fitting} does")
+        raise ConfigError(f"model.patch: {config.patch} does not divide the image size {image_size}; {fitting} does")
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:

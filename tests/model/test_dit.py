@@ -226,11 +226,11 @@ def test_qk_norm_bounds_the_logits():
 @pytest.mark.parametrize(
     ("fields", "image_size", "named"),
     [
-        ({"heads": 5}, 8, "model.heads=5"),
-        ({"width": 36, "heads": 6, "position": "rope"}, 8, "model.position=rope"),
-        ({"width": 30, "heads": 2}, 8, "model.position=sincos"),
-        ({"patch": 3}, 8, "model.patch=3"),
-        ({"depth": 0}, 8, "model.depth=0"),
+        ({"heads": 5}, 8, "model.heads: "),
+        ({"width": 36, "heads": 6, "position": "rope"}, 8, "model.position: "),
+        ({"width": 30, "heads": 2}, 8, "model.position: "),
+        ({"patch": 3}, 8, "model.patch: "),
+        ({"depth": 0}, 8, "model.depth: "),
         ({"mlp_ratio": 0.0}, 8, "model.mlp_ratio"),
         ({"label_dropout": 1.5}, 8, "model.label_dropout"),
     ],

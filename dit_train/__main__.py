@@ -1,0 +1,108 @@
+"""The command line: ``torchrun -m dit_train``, ``python -m dit_train launch``, ``dit-train``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+from dit_train import exits, overlays
+from dit_train.config import Config, ConfigError
+
+_USAGE = """\
+usage: torchrun --nproc-per-node N -m dit_train CONFIG... [--section.key VALUE ...]
+       python -m dit_train launch --ranks N CONFIG... [--section.key VALUE ...]
+
+Trains a class-conditional DiT. CONFIG files are laid over each other in order, then the command line; configs that
+come with the package are found by name (configs/quickstart/base.yaml). The same command again resumes; a finished
+run returns at once. `launch` checks everything first, starts N local ranks and returns the run's own exit code:
+0 done, 2 bad input, 85 asked to stop and resumable (also in RUN/exit.json).
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    launching = words[:1] == ["launch"]
+    words = words[1:] if launching else words
+    if not words or {"-h", "--help"} & set(words):
+        return _help(words)
+    folder = None
+    try:
+        ranks, words = _take_ranks(words) if launching else (int(os.environ.get("WORLD_SIZE", 1)), words)
+        config = _read(words)
+        folder = config.run.folder
+        return _start(config, ranks, words, launching)
+    except ConfigError as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"dit_train: {error}", file=sys.stderr, flush=True)
+            if folder is not None:
+                exits.record(folder, exits.BAD_INPUT, str(error))
+        return exits.BAD_INPUT if launching else exits.of_rank(exits.BAD_INPUT)
+
+
+def _start(config: Config, ranks: int, words: list[str], launching: bool) -> int:
+    from dit_train import preflight
+
+    plan = preflight.check(config, ranks)
+    if plan.finished:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"{config.run.folder}  done: {config.train.steps} steps", flush=True)
+            exits.record(config.run.folder, exits.DONE, "done")
+        return exits.DONE
+    if launching:
+        from dit_train.launch import launch
+
+        return launch(config, ranks, words)
+    from dit_train.run.loop import train
+
+    return exits.of_rank(train(plan))
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Config files, and the arguments from the first ``--`` on."""
+    first = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    return list(words[:first]), list(words[first:])
+
+
+def _read(words: Sequence[str]) -> Config:
+    files, overrides = _split(words)
+    if not files:
+        raise ConfigError("name at least one config file, for example configs/quickstart/base.yaml")
+    return overlays.read(files, overrides)
+
+
+def _take_ranks(words: list[str]) -> tuple[int, list[str]]:
+    """``--ranks N`` (or ``--ranks=N``) out of the arguments of `launch`."""
+    for i, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == "--ranks":
+            value = value if equals else "".join(words[i + 1 : i + 2])
+            if not value.isdecimal() or int(value) < 1:
+                raise ConfigError(f"--ranks: expected a whole number above 0, not {value!r}")
+            return int(value), words[:i] + words[i + (1 if equals else 2) :]
+    raise ConfigError("launch needs --ranks N, the number of local ranks (one a GPU, or for example 2 on a CPU)")
+
+
+def _help(words: list[str]) -> int:
+    """Usage, then every setting with the defaults that the given config files leave."""
+    print(_USAGE, flush=True)
+    if not {"-h", "--help"} & set(words):
+        return exits.BAD_INPUT
+    import tyro
+
+    files, _ = _split(words)
+    try:
+        default = overlays.read(files)
+    except ConfigError as error:
+        print(f"dit_train: {error}", file=sys.stderr)
+        return exits.BAD_INPUT
+    flags = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
+    with contextlib.suppress(SystemExit):
+        tyro.cli(Config, default=default, args=["--help"], config=flags, prog="dit_train")
+    return exits.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Process group, mesh, sharding and compute precision."""

@@ -1,0 +1,57 @@
+"""Which compute dtype is faster here: measured, since tiny models lose by bf16 even where the hardware has it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from dit_train.config import Config
+from dit_train.data.sources import Dataset
+from dit_train.model.dit import DiT
+from dit_train.parallel.mesh import World
+from dit_train.parallel.shard import shard
+
+_WARM_UP, _TIMED = 2, 3
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def measure(config: Config, data: Dataset, world: World) -> dict[str, float]:
+    """Median milliseconds of a forward and backward of the real sharded model in each dtype, slowest rank's."""
+    return {name: _time(_trial_step(config, data, world, dtype), world) for name, dtype in DTYPES.items()}
+
+
+def _trial_step(config: Config, data: Dataset, world: World, dtype: torch.dtype) -> Callable[[], None]:
+    with torch.device("meta"):
+        model = DiT(config.model, channels=data.channels, image_size=data.image_size, num_classes=data.num_classes)
+    shard(model, config.parallel, world, dtype)
+    model.to_empty(device=world.device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.detach().fill_(0.01)  # weights do not matter, but NaN and denormals change the speed
+    batch = config.train.micro_batch or config.train.batch // world.size
+    x = torch.randn(batch, data.channels, data.image_size, data.image_size, generator=torch.Generator().manual_seed(0))
+    x, t = x.to(world.device), torch.full((batch,), 0.5, device=world.device)
+    labels = torch.zeros(batch, dtype=torch.int64, device=world.device)
+
+    def step() -> None:
+        model(x, t, labels).square().mean().backward()
+        model.zero_grad()
+
+    return step
+
+
+def _time(step: Callable[[], None], world: World) -> float:
+    times = []
+    for _ in range(_WARM_UP + _TIMED):
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    slowest = torch.tensor(statistics.median(times[_WARM_UP:]), device=world.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()

@@ -1,0 +1,49 @@
+"""A DiT over all ranks: built on the meta device, sharded by FSDP2, filled with weights that no mesh changes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from dit_train.config import ModelConfig, ParallelConfig
+from dit_train.data.sources import Dataset
+from dit_train.model.dit import DiT
+from dit_train.model.init import initialize
+from dit_train.parallel.mesh import World
+
+
+def build(
+    model: ModelConfig, parallel: ParallelConfig, data: Dataset, world: World, compute_dtype: torch.dtype, seed: int
+) -> DiT:
+    """The model with fp32 master weights sharded over the mesh and forward/backward in `compute_dtype`."""
+    with torch.device("meta"):
+        dit = DiT(model, channels=data.channels, image_size=data.image_size, num_classes=data.num_classes)
+    shard(dit, parallel, world, compute_dtype)
+    dit.to_empty(device=world.device)
+    initialize(dit, seed)
+    return dit
+
+
+def shard(dit: DiT, parallel: ParallelConfig, world: World, compute_dtype: torch.dtype) -> None:
+    """Apply FSDP2 to each block and to the root, in place."""
+    param_dtype = None if compute_dtype == torch.float32 else compute_dtype
+    blocks = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    # the root must not cast its inputs: bf16 would round t = 0.998 to 1
+    root = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    reshard = parallel.reshard_after_forward
+    for block in dit.blocks:
+        fully_shard(block, mesh=world.mesh, reshard_after_forward=reshard, mp_policy=blocks)
+    fully_shard(dit, mesh=world.mesh, mp_policy=root)
+
+
+def reshard(model: nn.Module) -> None:
+    """Give back gathered weights; after a forward without backward the root's parameters would stay plain tensors."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, sharing its memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

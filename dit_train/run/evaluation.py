@@ -1,0 +1,117 @@
+"""What is looked at now and then: held-out losses, scores against held-out images, sample grids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+import eval.score
+from dit_train.data.sources import Dataset, Source
+from dit_train.run import rng, sampling
+from dit_train.run.setup import Run
+from dit_train.run.validation import HeldOut
+from eval import extractors
+from eval.references import Reference
+
+LARGEST_DEFAULT_COUNT = 10_000
+"""Images scored where ``score.count`` is null and more are held out."""
+
+
+def default_extractor(source: str) -> str:
+    """The encoder that suits a data source: a classifier of the same images, or an ImageNet encoder."""
+    return {"digits": "digits-cnn", "fashion_mnist": "fashion-mnist-cnn"}.get(source, "efficientnet-lite0")
+
+
+class Evaluation:
+    """Looks at a run at the steps that its config names; never touches the training stream."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._heldout = HeldOut(run.config, run.data, run.world) if run.config.run.validate_every else None
+        self._scorer = Scorer(run) if run.config.score.every else None
+
+    def after_step(self) -> None:
+        """Do what is due after the present step; every rank calls it."""
+        run, config = self._run, self._run.config
+        scoring = self._scorer is not None and self._due(config.score.every)
+        if self._heldout is not None and (scoring or self._due(config.run.validate_every)):
+            self._report(self._losses(self._heldout), "held-out")
+        if scoring:
+            self._report(self._scorer.score(), "score")
+        if config.sample.grid and self._due(config.run.sample_every or config.train.steps):
+            with run.ema.applied():
+                picture = sampling.grid(config, run.data, run.model, run.world.device)
+            run.reporter.picture(picture, run.state.step)
+
+    def _due(self, every: int) -> bool:
+        return self._run.state.step % every == 0 or self._run.state.step == self._run.config.train.steps
+
+    def _losses(self, heldout: HeldOut) -> dict[str, Any]:
+        loss = heldout.loss(self._run.model)
+        with self._run.ema.applied():
+            averaged = heldout.loss(self._run.model)
+        return {"heldout_loss": averaged, "heldout_loss_raw": loss, "heldout_count": heldout.count}
+
+    def _report(self, found: dict[str, Any], kind: str) -> None:
+        state = self._run.state
+        row = {"step": state.step, "kind": kind, "train_seconds": state.train_seconds, **found}
+        if kind == "score":
+            text = f"{row['metric']} {row['value']:.2f} (floor {row['floor']:.2f})  " + (
+                f"KID x1e3 {1e3 * row['kid']:.2f} ± {1e3 * row['kid_standard_error']:.2f} "
+                f"(floor {1e3 * row['floor_kid']:.2f})"
+            )
+        else:
+            text = f"held-out loss {row['heldout_loss']:.4f} averaged weights, {row['heldout_loss_raw']:.4f} raw"
+        self._run.reporter.evaluation(row, text)
+
+
+class Scorer:
+    """Fréchet distance and KID of the averaged weights' samples against held-out images, at equal n."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        data, device = run.data, run.world.device
+        settings = run.config.score
+        self._extractor = extractors.load(
+            settings.extractor or default_extractor(data.name), settings.weights, device=str(device)
+        )
+        self._batch = run.config.sample.batch
+        self._count = settings.count or min(len(data.heldout), len(data.train), LARGEST_DEFAULT_COUNT)
+        real = _draw(data.heldout, self._count, "score-heldout")
+        self._reference = Reference.of(data.heldout.images(real), self._extractor, self._batch, f"{data.name} held out")
+        self._labels = data.heldout.labels(real)
+        self._floor = self._floor_of(data)
+
+    def score(self) -> dict[str, Any]:
+        """The record of `eval.score` for the present averaged weights, with the floor and how it was sampled."""
+        run, settings = self._run, self._run.config.sample
+        images = sampling.image_function(
+            run.config, run.data, run.model, run.world.device, lambda indices: self._labels[indices]
+        )
+        progress = run.reporter.countdown(f"sampling {self._count} images")
+        with run.ema.applied():
+            record = eval.score.score(
+                images, torch.arange(self._count), self._reference, self._extractor, self._batch, progress=progress
+            )
+        return {
+            **record,
+            **self._floor,
+            "sampler": f"{settings.sampler}-{settings.steps}",
+            "guidance": settings.guidance,
+            "sample_seed": settings.seed,
+            "labels": "of the reference images",
+            "weights": f"ema {run.config.train.ema_decay}",
+            "compute_dtype": run.state.compute_dtype,
+        }
+
+    def _floor_of(self, data: Dataset) -> dict[str, float]:
+        images = data.train.images(_draw(data.train, self._count, "score-floor"))
+        record = eval.score.floor(images, self._reference, self._extractor, self._batch)
+        return {"floor": record["value"], "floor_kid": record["kid"]}
+
+
+def _draw(source: Source, count: int, purpose: str) -> np.ndarray:
+    """`count` indices of a source, always the same, in rising order."""
+    return np.sort(rng.stream(0, purpose).permutation(len(source))[:count])

@@ -1,0 +1,83 @@
+"""metrics.jsonl: a line a step; on resume, lines after the checkpoint are dropped."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class JsonLines:
+    """A file with one JSON object a line, each with a ``step``."""
+
+    def __init__(self, path: Path, *, keep_through: int) -> None:
+        """Open for appending, after dropping lines whose step is above `keep_through` or that were cut off."""
+        self.path = path
+        kept = [json.dumps(row) for row in read(path) if row["step"] <= keep_through]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".tmp")
+        beside.write_text("".join(f"{line}\n" for line in kept))
+        beside.replace(path)
+        self._file = path.open("a", buffering=1)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a line; a number that is not finite becomes null, since JSON has none."""
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+        }
+        self._file.write(json.dumps(finite) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All complete lines of a file, [] if there is none."""
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # the last line of a killed run
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+class Stopwatch:
+    """Milliseconds of a span of work: by events on a GPU, read later without stalling it; by the clock on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._span: tuple[Any, Any] = (0.0, 0.0)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Time what happens inside."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._span = (start, self._now())
+
+    def milliseconds(self) -> float:
+        """Length of the last span; on a GPU waits for its end."""
+        start, end = self._span
+        if not self._cuda:
+            return 1e3 * (end - start)
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

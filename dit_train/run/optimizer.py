@@ -1,0 +1,34 @@
+"""The optimizer that a config names, over the model's routed parameter groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+import optimizers
+from dit_train.config import AdamWConfig, OptimizerConfig
+
+_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "adamw": optimizers.AdamW,
+    "muon": optimizers.Muon,
+    "block_muon": optimizers.BlockMuon,
+    "muon_bp": optimizers.MuonBP,
+    "periodic_row_muon": optimizers.PeriodicRowMuon,
+}
+_DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """Attention and MLP matrices go to the named optimizer, everything else to AdamW."""
+    settings: dict[str, Any] = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    name = settings.pop("name")
+    if isinstance(config, AdamWConfig):
+        return _CLASSES[name](optimizers.param_groups(model), **settings)
+    adamw = {key: value for key, value in dataclasses.asdict(settings.pop("adamw")).items() if value is not None}
+    settings["ns_dtype"] = _DTYPES[settings["ns_dtype"]]
+    settings["wire_dtype"] = _DTYPES[settings["wire_dtype"]]
+    settings["bucket_bytes"] = int(settings.pop("bucket_mib") * 2**20)
+    return _CLASSES[name](optimizers.param_groups(model, adamw_options=adamw), **settings)

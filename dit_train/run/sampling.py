@@ -1,0 +1,58 @@
+"""Images from the model by global index: noise, label and pixels of sample i do not depend on ranks or batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from dit_train.config import Config
+from dit_train.data.sources import Dataset
+from dit_train.diffusion.guidance import guided
+from dit_train.diffusion.samplers import SAMPLERS
+from dit_train.run import rng
+from eval.generate import generate, quantize
+from eval.ranks import gather
+
+
+def image_function(
+    config: Config, data: Dataset, model: torch.nn.Module, device: torch.device, labels: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """``images(indices int64 [N]) -> uint8 [N, C, H, W]``, where sample i has class ``labels(i)``."""
+    settings = config.sample
+    shape = (data.channels, data.image_size, data.image_size)
+
+    def images(indices: Tensor) -> Tensor:
+        noise = rng.normal(shape, settings.seed, "sample", samples=indices.tolist()).to(device)
+        velocity = guided(model, labels(indices).to(device), data.num_classes, settings.guidance)
+        return quantize(SAMPLERS[settings.sampler](velocity, noise, settings.steps)).cpu()
+
+    return images
+
+
+def grid(config: Config, data: Dataset, model: torch.nn.Module, device: torch.device) -> Tensor:
+    """A picture of grid x grid samples, a column a class, uint8 [C, side, side]; all ranks call it, all get it."""
+    side = config.sample.grid
+    indices = torch.arange(side * side)
+    images = image_function(config, data, model, device, lambda i: i % side % data.num_classes)
+    made = [(kept, pixels) for kept, pixels in generate(images, indices, config.sample.batch)]
+    shape = (data.channels, data.image_size, data.image_size)
+    mine = torch.cat([pixels for _, pixels in made]) if made else torch.empty((0, *shape), dtype=torch.uint8)
+    where = torch.cat([kept for kept, _ in made]) if made else indices[:0]
+    rows, _ = gather(mine.flatten(1), where)
+    return rearrange(rows.view(-1, *shape), "(r c) k h w -> k (r h) (c w)", r=side)
+
+
+def save_picture(picture: Tensor, path: Path, pixels: int = 512) -> None:
+    """Write a uint8 [C, H, W] picture as PNG, enlarged by a whole factor to about `pixels`."""
+    from PIL import Image
+
+    factor = max(1, pixels // picture.shape[-1])
+    array: Any = picture.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
+    array = rearrange(array if len(picture) == 3 else array.expand(3, -1, -1), "k h w -> h w k").numpy()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(array).save(path)

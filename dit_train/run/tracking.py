@@ -1,0 +1,151 @@
+"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere, TensorBoard beside."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+
+from dit_train.config import Config
+from dit_train.run.metrics import JsonLines
+from dit_train.run.sampling import save_picture
+
+
+class Progress:
+    """Steps done, loss and time left, on the main rank."""
+
+    def __init__(self, name: str, first: int, steps: int, every: int) -> None:
+        self._name, self._first, self._steps, self._every = name, first, steps, every
+        self._start = time.perf_counter()
+        self._bar = tqdm(total=steps, initial=first, desc=name, unit="step") if sys.stderr.isatty() else None
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Show a finished step."""
+        done = row["step"]
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+            self._bar.set_postfix_str(f"loss {row['loss']:.4f}", refresh=False)
+        elif done % self._every == 0 or done == self._steps or done == self._first + 1:
+            pace = (time.perf_counter() - self._start) / (done - self._first)
+            left = clock(pace * (self._steps - done))
+            print(
+                f"{self._name}  step {done}/{self._steps}  loss {row['loss']:.4f}  |g| {row['grad_norm']:.3f}  "
+                f"lr {row['lr']:.2e}  {row['step_ms']:.0f} ms  left {left}",
+                flush=True,
+            )
+
+    def say(self, text: str) -> None:
+        """A line between the steps."""
+        if self._bar is not None:
+            self._bar.write(text)
+        else:
+            print(f"{self._name}  {text}", flush=True)
+
+    def close(self) -> None:
+        """Leave the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def clock(seconds: float) -> str:
+    """``1:02:03`` or ``2:03``."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+class TensorBoard:
+    """Scalars and pictures under RUN/tensorboard; does nothing when switched off."""
+
+    def __init__(self, folder: Path, *, enabled: bool, purge_after: int) -> None:
+        self._writer = None
+        if enabled:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+            self._writer = SummaryWriter(folder, purge_step=purge_after + 1)
+
+    def scalars(self, row: dict[str, Any]) -> None:
+        """Every number of a row."""
+        if self._writer is not None:
+            for key, value in row.items():
+                if key != "step" and isinstance(value, int | float):
+                    self._writer.add_scalar(key, value, row["step"])
+
+    def image(self, name: str, picture: Any, step: int) -> None:
+        """A uint8 CHW picture."""
+        if self._writer is not None:
+            self._writer.add_image(name, picture, step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Reporter:
+    """Everything that the main rank writes about a run; on other ranks it does nothing."""
+
+    def __init__(self, config: Config, first_step: int, *, enabled: bool) -> None:
+        """Open the files for going on after `first_step`: later lines of an earlier start are dropped."""
+        self.enabled = enabled
+        if not enabled:
+            return
+        self.folder = Path(config.run.folder)
+        self._metrics = JsonLines(self.folder / "metrics.jsonl", keep_through=first_step)
+        self._scores = JsonLines(self.folder / "scores.jsonl", keep_through=first_step)
+        self._board = TensorBoard(self.folder / "tensorboard", enabled=config.run.tensorboard, purge_after=first_step)
+        self._progress = Progress(self.folder.name, first_step, config.train.steps, config.run.log_every)
+
+    def step(self, row: dict[str, Any]) -> None:
+        """A finished step, into metrics.jsonl, TensorBoard and onto the terminal."""
+        if self.enabled:
+            self._metrics.write(row)
+            self._board.scalars(row)
+            self._progress.step(row)
+
+    def evaluation(self, row: dict[str, Any], text: str) -> None:
+        """A held-out loss or a score, into scores.jsonl, TensorBoard and onto the terminal."""
+        if self.enabled:
+            self._scores.write(row)
+            self._board.scalars(row)
+            self._progress.say(text)
+
+    def picture(self, picture: Tensor, step: int) -> None:
+        """A sample grid, uint8 [C, H, W], into samples/ and TensorBoard."""
+        if self.enabled:
+            path = self.folder / "samples" / f"step_{step:07d}.png"
+            save_picture(picture, path)
+            self._board.image("samples", picture, step)
+            self._progress.say(f"samples in {path}")
+
+    def countdown(self, what: str) -> Callable[[int, int], None]:
+        """A ``progress(done, total)`` that says how far `what` is and how long it will take, every ten seconds."""
+        start = said = time.perf_counter()
+
+        def progress(done: int, total: int) -> None:
+            nonlocal said
+            now = time.perf_counter()
+            if now - said > 10 and done < total:
+                said = now
+                self.say(f"{what}: {done}/{total}, left {clock((now - start) / done * (total - done))}")
+
+        return progress
+
+    def say(self, text: str) -> None:
+        """A line for a person."""
+        if self.enabled:
+            self._progress.say(text)
+
+    def close(self, message: str) -> None:
+        """Say the last line and close everything."""
+        if self.enabled:
+            self._progress.say(message)
+            self._progress.close()
+            self._board.close()
+            self._metrics.close()
+            self._scores.close()

@@ -1,0 +1,151 @@
+"""The config: strict, layered, and every refusal is one line that names the fix."""
+
+import dataclasses
+import typing
+
+import pytest
+import yaml
+
+from dit_train import config as settings
+from dit_train import overlays
+from dit_train.config import Config, ConfigError, MuonBPConfig
+
+
+def refusal(*arguments: str, files=()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        overlays.read(files, arguments)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_no_input_gives_the_defaults():
+    assert overlays.read([]) == Config()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--optimizer.lrr", "1"], "did you mean optimizer.lr?"),
+        (["--optimzer.lr", "1"], "did you mean optimizer?"),
+        (["--optimizer.name", "muon_pb"], "did you mean muon_bp?"),
+        (["--model.position", "rop"], "did you mean rope?"),
+        (["--model.width", "1.5"], "expected a whole number, not 1.5"),
+        (["--model.qk_norm", "1"], "expected true or false"),
+        (["--optimizer.lr", "fast"], "expected a finite number"),
+        (["--optimizer.lr", ".nan"], "expected a finite number"),
+        (["--optimizer.lr", "true"], "expected a finite number"),
+        (["--optimizer.betas", "0.9"], "expected a list of 2 values"),
+        (["--train.clip_norm", "-1"], "must be above 0"),
+        (["--train.steps", "0"], "must be above 0"),
+        (["--train.ema_decay", "1"], "must lie in [0, 1)"),
+        (["--optimizer.betas", "0.9", "1"], "both must lie in [0, 1)"),
+        (["--data.heldout_every", "1"], "at least 2"),
+        (["--optimizer.lr"], "needs a value"),
+        (["--model", "3"], "expected settings below it"),
+        (["--optimizer.period", "3"], "optimizer.period: no such setting"),  # AdamW has none
+    ],
+)
+def test_a_wrong_setting_is_one_line_with_the_fix(arguments, expected):
+    assert expected in refusal(*arguments)
+
+
+def test_the_file_that_holds_the_wrong_key_is_named(tmp_path):
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text("model: {width: 64}\n")
+    bad.write_text("model: {widht: 64}\n")
+    assert f"{bad}: model.widht" in refusal(files=[good, bad])
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "model: [", "\t", "1: 2"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    assert str(path) in refusal(files=[path])
+
+
+def test_a_binary_file_is_refused(tmp_path):
+    path = tmp_path / "picture.yaml"
+    path.write_bytes(bytes(range(256)))
+    assert "not valid YAML" in refusal(files=[path])
+
+
+def test_a_missing_file_names_the_nearest_shipped_one():
+    assert "did you mean configs/optimizers/muon_bp.yaml?" in refusal(files=["configs/optimizers/muonbp.yaml"])
+
+
+def test_shipped_configs_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = overlays.read(["configs/quickstart/base.yaml", "configs/optimizers/muon_bp.yaml"])
+    assert (config.model.width, config.optimizer.period) == (64, 5)
+
+
+def test_later_layers_win_and_keep_what_they_do_not_name(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("train: {steps: 10, batch: 20}\n")
+    second.write_text("train: {steps: 30}\n")
+    train = overlays.read([first, second], ["--train.seed=4"]).train
+    assert (train.steps, train.batch, train.seed) == (30, 20, 4)
+
+
+def test_another_optimizer_replaces_the_section_instead_of_inheriting_foreign_settings(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("optimizer: {name: adamw, lr: 0.5, betas: [0.1, 0.2]}\n")
+    second.write_text("optimizer: {name: muon_bp, period: 7}\n")
+    assert overlays.read([first, second]).optimizer == MuonBPConfig(period=7)
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers():
+    assert overlays.read([], ["--optimizer.lr", "3e-4"]).optimizer.lr == 3e-4
+
+
+@pytest.mark.parametrize("path", ["123", "a: b", "[x", "true", "~/x", "1e5"])
+def test_a_path_on_the_command_line_is_text_whatever_it_looks_like(path):
+    assert overlays.read([], ["--data.path", path]).data.path == path
+
+
+def test_null_on_the_command_line_is_null():
+    config = overlays.read([], ["--data.path", "null", "--train.clip_norm", "null"])
+    assert config.data.path is None and config.train.clip_norm is None
+
+
+@pytest.mark.parametrize(("text", "grid"), [("4", 4), ("[2, 3]", (2, 3)), ("null", None)])
+def test_a_setting_of_several_types(text, grid):
+    assert (
+        overlays.read([], ["--optimizer.name", "muon_bp", "--optimizer.block_grid", text]).optimizer.block_grid == grid
+    )
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "block_muon", "muon_bp", "periodic_row_muon"])
+def test_the_resolved_file_reads_back_equal(tmp_path, name):
+    config = overlays.read([], ["--optimizer.name", name, "--train.micro_batch", "4", "--data.path", "a/b: c"])
+    path = tmp_path / "config.yaml"
+    path.write_text(overlays.dump(config, version="1", note="two: parts"))
+    assert overlays.read([path]) == config
+
+
+def test_every_shipped_config_is_valid():
+    for path in sorted(overlays.shipped_configs().rglob("*.yaml")):
+        overlays.read([path])
+
+
+def test_every_setting_has_a_type_and_a_default():
+    def walk(cls):
+        for name, hint in typing.get_type_hints(cls).items():
+            for member in typing.get_args(hint) or (hint,):
+                if dataclasses.is_dataclass(member):
+                    member()
+                    walk(member)
+            assert name in {field.name for field in dataclasses.fields(cls)}
+
+    walk(settings.Config)
+
+
+def test_ranges_name_settings_that_exist():
+    known = set()
+    for name in ("adamw", "muon", "block_muon", "muon_bp", "periodic_row_muon"):
+        flat = yaml.safe_load(overlays.dump(overlays.read([], ["--optimizer.name", name])))
+        known |= {f"{a}.{b}" for a, inner in flat.items() for b in inner}
+        known |= {f"optimizer.adamw.{key}" for key in (flat["optimizer"].get("adamw") or {})}
+    listed = [*overlays._POSITIVE, *overlays._NOT_NEGATIVE, *overlays._FRACTION, *overlays._BELOW_ONE]
+    assert set(listed) <= known

@@ -1,0 +1,139 @@
+"""What is refused before a rank starts, and that a refusal changes nothing on disk."""
+
+import json
+
+import pytest
+
+from dit_train import overlays, preflight
+from dit_train.config import ConfigError
+
+
+def plan(tmp_path, *arguments, ranks=2):
+    base = ["--model.width", "64", "--model.heads", "4", "--model.depth", "1", "--run.folder", str(tmp_path / "run")]
+    return preflight.check(overlays.read([], [*base, *arguments]), ranks)
+
+
+def refusal(tmp_path, *arguments, ranks=2) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan(tmp_path, *arguments, ranks=ranks)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def write_checkpoint(tmp_path, step=10, **fixed):
+    """A folder that looks like a complete checkpoint of `plan`'s settings."""
+    made = plan(tmp_path)
+    folder = tmp_path / "run" / "checkpoints" / f"step_{step:07d}"
+    folder.mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("")
+    (folder / "part.distcp").write_bytes(b"12345")
+    run = {"step": step, "train_seconds": 1.0, "skipped": 0, "compute_dtype": "fp32"}
+    state = {"run": run, "fixed": made.fixed | fixed, "optimizer_steps": [], "files": {"part.distcp": 5}}
+    (folder / "state.json").write_text(json.dumps(state))
+    return folder
+
+
+def test_a_new_run_may_start(tmp_path):
+    made = plan(tmp_path)
+    assert made.resume is None and not made.finished
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_that_do_not_divide_the_batch_name_what_would(tmp_path):
+    text = refusal(tmp_path, "--train.batch", "128", ranks=3)
+    assert "128 images do not divide over 3 ranks; use 2 or 4 ranks, or a batch of 126 or 129" in text
+
+
+def test_more_ranks_than_images(tmp_path):
+    assert "use 2 ranks, or a batch of 5" in refusal(tmp_path, "--train.batch", "2", ranks=5)
+
+
+def test_a_micro_batch_that_does_not_divide_names_the_nearest(tmp_path):
+    text = refusal(tmp_path, "--train.batch", "128", "--train.micro_batch", "30")
+    assert "share of 64 images; use 32" in text
+
+
+def test_missing_data_is_named(tmp_path):
+    assert "/nowhere" in refusal(tmp_path, "--data.source", "fashion_mnist", "--data.path", "/nowhere")
+
+
+def test_heads_that_do_not_divide_the_width(tmp_path):
+    assert "model.heads" in refusal(tmp_path, "--model.heads", "5")
+
+
+def test_an_unknown_extractor(tmp_path):
+    assert "no feature extractor" in refusal(tmp_path, "--score.every", "5", "--score.extractor", "fid")
+
+
+def test_an_inception_without_its_file(tmp_path):
+    text = refusal(tmp_path, "--score.every", "5", "--score.extractor", "inception-2015-12-05")
+    assert "score.extractor" in text
+
+
+def test_more_scored_images_than_held_out(tmp_path):
+    assert "use 359 at most" in refusal(tmp_path, "--score.every", "5", "--score.count", "400")
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("x")
+    assert "holds other files" in refusal(tmp_path)
+
+
+def test_a_run_folder_that_is_a_file(tmp_path):
+    (tmp_path / "run").write_text("x")
+    assert "is a file" in refusal(tmp_path)
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path):
+    write_checkpoint(tmp_path, 5)
+    folder = write_checkpoint(tmp_path, 10)
+    made = plan(tmp_path)
+    assert (made.resume.folder, made.resume.state.step) == (folder, 10)
+    assert plan(tmp_path, "--train.steps", "10").finished
+
+
+def test_an_interrupted_save_is_passed_over(tmp_path):
+    folder = write_checkpoint(tmp_path, 10)
+    (folder.parent / "step_0000020.tmp").mkdir()
+    assert plan(tmp_path).resume.state.step == 10
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove part", "remove state", "garble state", "empty state"])
+def test_a_damaged_checkpoint_is_refused_and_kept(tmp_path, damage):
+    write_checkpoint(tmp_path, 5)
+    folder = write_checkpoint(tmp_path, 10)
+    part, state = folder / "part.distcp", folder / "state.json"
+    if damage == "truncate":
+        part.write_bytes(b"12")
+    elif damage == "remove part":
+        part.unlink()
+    elif damage == "remove state":
+        state.unlink()
+    else:
+        state.write_text("{" if damage == "garble state" else "{}")
+    before = sorted(path.name for path in folder.iterdir())
+    text = refusal(tmp_path)
+    assert str(folder) in text and "damaged checkpoint" in text and "remove that folder" in text
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["--model.width", "32"], "model.width: 32, but"),
+        (["--train.seed", "3"], "train.seed: 3, but"),
+        (["--train.batch", "64"], "train.batch: 64, but"),
+        (["--optimizer.name", "muon"], "optimizer.name: 'muon', but"),
+        (["--data.source", "synthetic", "--data.image_size", "8"], "data.source"),
+    ],
+)
+def test_a_resume_that_would_be_another_model_shows_both_values(tmp_path, arguments, key):
+    write_checkpoint(tmp_path, 10)
+    text = refusal(tmp_path, *arguments)
+    assert key in text and "was trained with" in text
+
+
+def test_a_resume_may_change_length_and_rate(tmp_path):
+    write_checkpoint(tmp_path, 10)
+    assert plan(tmp_path, "--train.steps", "900", "--optimizer.lr", "1", ranks=4).resume is not None
