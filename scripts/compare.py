@@ -1,0 +1,184 @@
+"""Compares runs that differ in their optimizer: a table, score curves, samples side by side.
+
+usage: python scripts/compare.py RUN... --out FOLDER
+
+Scores are Fréchet distances and KID against held-out images, beside the floor that as many training images get. Runs
+whose scores were not taken alike are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dit_train.run import metrics
+
+_ALIKE = (
+    "metric protocol n_gen n_ref extractor weights_sha256 resize reference_sha256 sampler guidance sample_seed labels "
+    "weights compute_dtype"
+).split()
+"""Fields of a score that must agree before two may stand in one table."""
+_WARM_UP = 10
+"""Steps left out of the times."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run left behind."""
+
+    folder: Path
+    config: dict[str, Any]
+    steps: list[dict[str, Any]]
+    scores: list[dict[str, Any]]
+    losses: list[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """The optimizer, with its period."""
+        optimizer = self.config["optimizer"]
+        period = f" (period {optimizer['period']})" if "period" in optimizer else ""
+        return f"{optimizer['name']}{period}"
+
+    @property
+    def samples(self) -> Path | None:
+        """The newest sample grid."""
+        return max((self.folder / "samples").glob("step_*.png"), default=None)
+
+
+class Incomparable(ValueError):
+    """Runs that cannot stand in one table; the message is one line that says why."""
+
+
+def read(folder: Path) -> Finished:
+    """Read a run folder."""
+    if not (folder / "config.yaml").is_file():
+        raise Incomparable(f"{folder}: no run folder (config.yaml is missing)")
+    rows = metrics.read(folder / "scores.jsonl")
+    scores = [row for row in rows if row["kind"] == "score"]
+    losses = [row for row in rows if row["kind"] == "held-out"]
+    if not scores or not losses:
+        raise Incomparable(f"{folder}: no scores yet; train it with score.every above 0")
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    return Finished(folder, config, metrics.read(folder / "metrics.jsonl"), scores, losses)
+
+
+def check_alike(runs: Sequence[Finished]) -> None:
+    """Raise `Incomparable` where a run's scores were taken in another way than the first one's."""
+    first = runs[0]
+    for run in runs[1:]:
+        for field in _ALIKE:
+            ours, theirs = first.scores[-1].get(field), run.scores[-1].get(field)
+            if ours != theirs:
+                raise Incomparable(f"{first.folder} has {field} {ours!r} but {run.folder} has {theirs!r}")
+        for section in ("model", "data", "train"):
+            if {**first.config[section], "path": None} != {**run.config[section], "path": None}:
+                raise Incomparable(f"{first.folder} and {run.folder} differ in section '{section}' of config.yaml")
+
+
+def table(runs: Sequence[Finished]) -> str:
+    """A Markdown table, a row a run, and the floor."""
+    metric, last = runs[0].scores[-1]["metric"], runs[0].scores[-1]
+    rows = [
+        ["optimizer", "lr", f"best {metric}", f"final {metric}", "final KID x1e3", "held-out loss", "optimizer ms",
+         "step ms", "wire kB/step"],
+        *map(_row, runs),
+        ["floor (real)", "", f"{last['floor']:.1f}", f"{last['floor']:.1f}", f"{1e3 * last['floor_kid']:.2f}", "", "",
+         "", ""],
+    ]  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def _row(run: Finished) -> list[str]:
+    best = min(run.scores, key=lambda row: row["value"])
+    final = run.scores[-1]
+    timed = run.steps[_WARM_UP:] or run.steps
+    return [
+        run.name,
+        f"{run.config['optimizer']['lr']:g}",
+        f"{best['value']:.1f} at {best['step']}",
+        f"{final['value']:.1f}",
+        f"{1e3 * final['kid']:.2f} ± {1e3 * final['kid_standard_error']:.2f}",
+        f"{run.losses[-1]['heldout_loss']:.4f}",
+        f"{statistics.median(row['optimizer_ms'] for row in timed):.1f}",
+        f"{statistics.median(row['step_ms'] for row in timed):.1f}",
+        f"{statistics.fmean(row['wire_bytes'] for row in run.steps) / 1e3:.1f}",
+    ]
+
+
+def draw_curves(runs: Sequence[Finished], path: Path) -> None:
+    """Score over steps, score over training seconds, and held-out loss over steps, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (steps, seconds, loss) = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    for run in runs:
+        scores = [row["value"] for row in run.scores]
+        steps.plot([row["step"] for row in run.scores], scores, "o-", label=run.name)
+        seconds.plot([row["train_seconds"] for row in run.scores], scores, "o-", label=run.name)
+        loss.plot([row["step"] for row in run.losses], [row["heldout_loss"] for row in run.losses], "-", label=run.name)
+    metric, floor = runs[0].scores[-1]["metric"], runs[0].scores[-1]["floor"]
+    for axes, text in ((steps, "step"), (seconds, "training seconds")):
+        axes.axhline(floor, color="grey", linestyle=":", label="floor: real images")
+        axes.set(xlabel=text, ylabel=metric, yscale="log")
+    loss.set(xlabel="step", ylabel="held-out loss", yscale="log")
+    steps.legend()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def draw_samples(runs: Sequence[Finished], path: Path) -> None:
+    """The newest sample grids side by side, as a PNG; the same noise and classes in each."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(runs), figsize=(4 * len(runs), 4.3), layout="constrained", squeeze=False)
+    for run, panel in zip(runs, axes[0], strict=True):
+        panel.set_axis_off()
+        panel.set_title(run.name)
+        if run.samples is not None:
+            panel.imshow(pyplot.imread(run.samples))
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> int:
+    """Print the table, write the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the pictures and table go")
+    arguments = parser.parse_args()
+    try:
+        runs = [read(folder) for folder in arguments.runs]
+        check_alike(runs)
+    except Incomparable as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    text = table(runs)
+    (arguments.out / "comparison.md").write_text(text + "\n")
+    draw_curves(runs, arguments.out / "comparison.png")
+    draw_samples(runs, arguments.out / "samples.png")
+    print(f"\n{text}\n")
+    for name in ("comparison.md", "comparison.png", "samples.png"):
+        print(arguments.out / name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The comparison: right numbers in the table, and no table of what cannot be compared."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dit_train import overlays
+
+ROOT = Path(__file__).parent.parent
+
+
+def write_run(folder: Path, optimizer: str, values: list[float], **changed) -> Path:
+    folder.mkdir(parents=True)
+    config = overlays.to_dict(overlays.read([], ["--optimizer.name", optimizer]))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    steps = [
+        {"step": i + 1, "optimizer_ms": 2.0, "step_ms": 10.0 + i, "wire_bytes": 3000 if i % 3 == 0 else 0}
+        for i in range(30)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
+    common = {"metric": "FD-digits-cnn", "n_gen": 359, "floor": 3.5, "floor_kid": 0.0012, "kid": 0.5}
+    rows = [
+        {"step": 10 * i + 10, "kind": "score", "train_seconds": i, "value": value, "kid_standard_error": 0.01} | common
+        for i, value in enumerate(values)
+    ]
+    rows = [row | changed for row in rows]
+    rows.append({"step": 30, "kind": "held-out", "train_seconds": 3, "heldout_loss": 0.25, "heldout_loss_raw": 0.3})
+    (folder / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def compare(*arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, "scripts/compare.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_table_and_pictures(tmp_path):
+    runs = [
+        write_run(tmp_path / "a", "adamw", [30.0, 12.5, 14.0]),
+        write_run(tmp_path / "b", "periodic_row_muon", [20.0, 9.0, 8.0]),
+    ]
+    shown = compare(*runs, "--out", tmp_path / "out")
+    assert shown.returncode == 0, shown.stderr
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.stdout.splitlines() if "|" in line]
+    assert lines[2] == ["adamw", "0.001", "12.5 at 20", "14.0", "500.00 ± 10.00", "0.2500", "2.0", "29.5", "1.0"]
+    assert lines[3][0] == "periodic_row_muon (period 3)" and lines[3][2] == "8.0 at 30"
+    assert lines[4][:5] == ["floor (real)", "", "3.5", "3.5", "1.20"]
+    for name in ("comparison.png", "samples.png"):
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "changed", [{"n_gen": 100}, {"metric": "FID"}, {"guidance": 2.0}, {"weights_sha256": "0"}, {"sample_seed": 9}]
+)
+def test_scores_that_were_not_taken_alike_are_refused(tmp_path, changed):
+    runs = [write_run(tmp_path / "a", "adamw", [3.0]), write_run(tmp_path / "b", "muon", [2.0], **changed)]
+    shown = compare(*runs, "--out", tmp_path / "out")
+    assert shown.returncode == 2 and next(iter(changed)) in shown.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_batch_or_seed_is_refused(tmp_path):
+    runs = [write_run(tmp_path / "a", "adamw", [3.0]), write_run(tmp_path / "b", "muon", [2.0])]
+    config = yaml.safe_load((runs[1] / "config.yaml").read_text())
+    config["train"]["seed"] = 5
+    (runs[1] / "config.yaml").write_text(yaml.safe_dump(config))
+    shown = compare(*runs, "--out", tmp_path / "out")
+    assert shown.returncode == 2 and "section 'train'" in shown.stderr
+
+
+@pytest.mark.parametrize("missing", ["config.yaml", "scores.jsonl"])
+def test_a_folder_that_is_no_finished_run(tmp_path, missing):
+    run = write_run(tmp_path / "a", "adamw", [3.0])
+    (run / missing).unlink()
+    shown = compare(run, "--out", tmp_path / "out")
+    assert shown.returncode == 2 and str(run) in shown.stderr and len(shown.stderr.splitlines()) == 1

@@ -1,0 +1,126 @@
+"""The command line as a person meets it: exit codes, one clear line, signals, the same command again."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parent.parent
+SMALL = (
+    "--model.width 32 --model.depth 1 --model.heads 2 --train.batch 8 --train.compute_dtype fp32 --sample.steps 2 "
+    "--sample.grid 2 --run.tensorboard false --run.validate_every 0 --run.log_every 1"
+).split()
+
+
+def command(*arguments, module=("-m", "dit_train")) -> list[str]:
+    return [sys.executable, *module, *map(str, arguments)]
+
+
+def call(*arguments, module=("-m", "dit_train")) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(*arguments, module=module), cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def launch_arguments(folder: Path, *arguments) -> list[str]:
+    return ["launch", "--ranks", "2", "configs/quickstart/base.yaml", *SMALL, "--run.folder", str(folder), *arguments]
+
+
+def steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def exit_file(folder: Path) -> int:
+    return json.loads((folder / "exit.json").read_text())["code"]
+
+
+def test_help_lists_every_section_and_imports_nothing_heavy():
+    code = (
+        "import sys; from dit_train.__main__ import main; assert main(['--help']) == 0;"
+        "heavy = {'torch', 'diffusers', 'matplotlib', 'torchvision'} & set(sys.modules); assert not heavy, heavy"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0, shown.stderr
+    for flag in ("--model.width", "--optimizer.lr", "--train.steps", "--score.every", "--run.folder"):
+        assert flag in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--optimizer.lrr", "1"], "did you mean optimizer.lr?"),
+        (["--train.batch", "9"], "9 images do not divide over 2 ranks"),
+        (["--data.source", "image_folder", "--data.path", "/nowhere", "--data.image_size", "8"], "/nowhere"),
+        (["--optimizer.name", "muno"], "did you mean muon?"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2_before_any_rank(tmp_path, arguments, line):
+    shown = call(*launch_arguments(tmp_path / "run", *arguments))
+    assert shown.returncode == 2
+    assert line in shown.stderr and len(shown.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("ranks", [[], ["--ranks", "0"], ["--ranks", "two"], ["--ranks"]])
+def test_a_wrong_number_of_ranks(ranks):
+    shown = call("launch", "configs/quickstart/base.yaml", *ranks)
+    assert shown.returncode == 2 and "--ranks" in shown.stderr
+
+
+def test_a_stop_signal_saves_and_the_same_command_goes_on(tmp_path):
+    folder = tmp_path / "run"
+    arguments = launch_arguments(folder, "--train.steps", "400", "--score.every", "0")
+    with subprocess.Popen(command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True) as started:
+        for line in started.stdout:
+            if "step 5/" in line:
+                started.send_signal(signal.SIGTERM)
+                break
+        rest = started.stdout.read()
+    assert started.returncode == 85, rest
+    assert exit_file(folder) == 85
+    reached = steps(folder)[-1]
+    assert 5 <= reached < 400 and (folder / "checkpoints" / f"step_{reached:07d}" / "state.json").is_file()
+    # resumed under another number of ranks, to an earlier end, to be quick
+    last = reached + 3
+    more = ["launch", "--ranks", "1", *arguments[3:], "--train.steps", last]
+    shown = call(*more)
+    assert shown.returncode == 0, shown.stderr
+    assert f"going on after step {reached}" in shown.stdout
+    assert steps(folder) == list(range(1, last + 1)) and exit_file(folder) == 0
+    # a finished run says so at once
+    again = call(*more)
+    assert again.returncode == 0 and f"done: {last} steps" in again.stdout
+    assert steps(folder) == list(range(1, last + 1))
+
+
+def test_under_plain_torchrun_rank_0_alone_speaks_and_the_code_stands_in_the_file(tmp_path):
+    folder = tmp_path / "run"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dit_train")
+    arguments = ["configs/quickstart/base.yaml", *SMALL, "--score.every", "0", "--run.folder", str(folder)]
+    shown = call(*arguments, "--train.steps", "2", module=torchrun)
+    assert shown.returncode == 0, shown.stderr
+    assert exit_file(folder) == 0 and shown.stdout.count("step 2/2") == 1
+    shown = call(*arguments, "--train.steps", "4", "--model.width", "64", module=torchrun)
+    assert shown.returncode == 1  # torchrun's own
+    assert shown.stderr.count("model.width: 64, but") == 1
+    assert exit_file(folder) == 2 and steps(folder) == [1, 2]
+
+
+def test_an_image_that_cannot_be_read_ends_all_ranks_with_its_name(tmp_path):
+    for label in "ab":
+        (tmp_path / "data" / label).mkdir(parents=True)
+        for i in range(12):
+            pixels = np.random.default_rng(i).integers(0, 255, (8, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "data" / label / f"{i:02d}.png")
+    bad = tmp_path / "data" / "b" / "06.png"
+    bad.write_bytes(bad.read_bytes()[:60])
+    images = ["--data.source", "image_folder", "--data.path", tmp_path / "data", "--data.image_size", "8"]
+    arguments = [*images, "--score.every", "0", "--train.steps", "50"]
+    shown = call(*launch_arguments(tmp_path / "run", *arguments))
+    assert shown.returncode == 2, shown.stderr
+    assert str(bad) in shown.stderr and exit_file(tmp_path / "run") == 2
