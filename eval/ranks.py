@@ -1,0 +1,59 @@
+"""Which rank this is, and how rows that lie on many ranks come together in one order."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def world(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """(rank, number of ranks) in ``group``, or in the default group; (0, 1) where none was started."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def communication_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where tensors must lie to travel: the CPU if the group serves it, else this rank's GPU."""
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def gather(rows: Tensor, indices: Tensor, group: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
+    """All ranks' rows in the order of their global indices, so that the result is the same for any number of ranks.
+
+    Args:
+        rows: [N, d] of this rank; N differs between ranks and may be 0.
+        indices: int64 [N], the global index of each row.
+        group: every one of its ranks calls this.
+
+    Returns:
+        (rows [total, d], indices [total]) on every rank, on the device of ``rows``.
+
+    Raises:
+        ValueError: an index occurs twice, or rows and indices differ in number.
+    """
+    if len(rows) != len(indices):
+        raise ValueError(f"{len(rows)} rows but {len(indices)} indices")
+    indices = indices.to(rows.device)
+    if world(group)[1] > 1:
+        counts = [int(count) for count in _all_gather(torch.tensor([len(rows)]), group)]
+        rows, indices = (_all_gather_uneven(x, counts, group) for x in (rows, indices))
+    indices, order = indices.sort()
+    if (indices[1:] == indices[:-1]).any():
+        raise ValueError("a sample index occurs twice: every image must be counted once")
+    return rows[order], indices
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """The tensor of each rank, all of one shape, on the device of ``x``."""
+    sent = x.to(communication_device(group)).contiguous()
+    received = [torch.empty_like(sent) for _ in range(world(group)[1])]
+    dist.all_gather(received, sent, group=group)
+    return [part.to(x.device) for part in received]
+
+
+def _all_gather_uneven(x: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    """Rows of all ranks one after the other; rank r has ``counts[r]`` of them. Short ones are padded on the way."""
+    padded = torch.cat((x, x.new_zeros(max(counts) - len(x), *x.shape[1:])))
+    return torch.cat([part[:count] for part, count in zip(_all_gather(padded, group), counts, strict=True)])

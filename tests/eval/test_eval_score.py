@@ -1,0 +1,191 @@
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from dit_train.config import DataConfig
+from dit_train.data import sources
+from eval.extractors import load
+from eval.generate import generate
+from eval.ranks import gather
+from eval.references import Reference
+from eval.score import floor, score
+from eval.statistics import GaussianStats
+from tests.distributed.ranks import run
+
+N, BATCH = 37, 8  # 5 batches: 3 ranks make 2, 2 and 1, and the last batch is short
+
+
+@pytest.fixture(scope="module")
+def digits():
+    data = sources.load(DataConfig(source="digits"))
+    return data.train.images(range(len(data.train))), data.heldout.images(range(len(data.heldout)))
+
+
+@pytest.fixture(scope="module")
+def extractor():
+    return load("digits-cnn")
+
+
+@pytest.fixture(scope="module")
+def reference(digits, extractor):
+    return Reference.of(digits[1], extractor, 128, "digits held out")
+
+
+def drawn(indices):
+    """Images that are functions of their index alone."""
+    rows = [torch.rand(1, 8, 8, generator=torch.Generator().manual_seed(int(i))) for i in indices]
+    return (torch.stack(rows) * 255).to(torch.uint8)
+
+
+def small_reference(extractor):
+    return Reference.of(drawn(torch.arange(1000, 1000 + N)), extractor, BATCH, "noise")
+
+
+def blurred(images, amount):
+    kernel = torch.tensor([1.0, 2.0, 1.0]).outer(torch.tensor([1.0, 2.0, 1.0]))[None, None] / 16
+    soft = F.conv2d(F.pad(images.float(), (1, 1, 1, 1), mode="replicate"), kernel)
+    return images.float().lerp(soft, amount).round().to(torch.uint8)
+
+
+def noisy(images, amount):
+    noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
+    return (images + noise * amount).clamp(0, 255).round().to(torch.uint8)
+
+
+def share_of(rank):
+    """Uneven shares; rank 2 holds nothing."""
+    return (torch.arange(30), torch.arange(30, N), torch.arange(0))[rank]
+
+
+def on_ranks():
+    """What this rank finds among 2 of the 3 ranks, and among all."""
+    pair = dist.new_group([0, 1])
+    found = {"all": in_group(None)}
+    if dist.get_rank() < 2:
+        found["pair"] = in_group(pair)
+    return found
+
+
+def in_group(group):
+    calls = []
+
+    def images(indices):
+        calls.append(len(indices))
+        return drawn(indices)
+
+    extractor = load("digits-cnn")
+    mine = list(generate(images, torch.arange(N), BATCH, group))
+    share = share_of(dist.get_rank())
+    stats = GaussianStats(6)
+    stats.update(features_of(share))
+    stats.all_reduce(group)
+    return {
+        "calls": calls,
+        "indices": torch.cat([i for i, _ in mine]).tolist(),
+        "images": torch.cat([x for _, x in mine]).numpy(),
+        "stats": (stats.n, stats.mean.numpy(), stats.covariance.numpy()),
+        "gathered": [x.numpy() for x in gather(features_of(share).flip(0), share.flip(0), group)],
+        "record": score(drawn, torch.arange(N), small_reference(extractor), extractor, BATCH, group),
+    }
+
+
+def features_of(indices):
+    rows = [torch.randn(6, generator=torch.Generator().manual_seed(int(i))) for i in indices]
+    return torch.stack(rows) if rows else torch.empty(0, 6)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    found = run(on_ranks, 3)
+    return {"pair": [f["pair"] for f in found[:2]], "all": [f["all"] for f in found]}
+
+
+@pytest.mark.parametrize("name", ["pair", "all"])
+def test_any_number_of_ranks_makes_the_same_images_with_equal_calls(ranks, name):
+    found = ranks[name]
+    assert len({tuple(f["calls"]) for f in found}) == 1 and set(found[0]["calls"]) == {BATCH}
+    indices = [i for f in found for i in f["indices"]]
+    assert sorted(indices) == list(range(N))
+    np.testing.assert_array_equal(np.concatenate([f["images"] for f in found]), drawn(indices))
+
+
+@pytest.mark.parametrize("name", ["pair", "all"])
+def test_pooled_sums_are_those_of_one_rank_although_shares_differ(ranks, name):
+    whole = GaussianStats(6)
+    whole.update(features_of(range(N)))
+    for found in ranks[name]:
+        n, mean, covariance = found["stats"]
+        assert n == N
+        np.testing.assert_allclose(mean, whole.mean, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(covariance, whole.covariance, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["pair", "all"])
+def test_gathered_features_come_in_the_order_of_their_indices(ranks, name):
+    for found in ranks[name]:
+        features, indices = found["gathered"]
+        assert indices.tolist() == list(range(N))
+        np.testing.assert_array_equal(features, features_of(range(N)))
+
+
+@pytest.mark.parametrize("name", ["pair", "all"])
+def test_the_record_does_not_depend_on_the_number_of_ranks(ranks, extractor, name):
+    alone = score(drawn, torch.arange(N), small_reference(extractor), extractor, BATCH)
+    assert alone["value"] > 0
+    for found in ranks[name]:
+        assert found["record"].keys() == alone.keys()
+        for key, value in alone.items():
+            assert found["record"][key] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value)
+
+
+def test_distance_grows_with_blur_and_noise_and_starts_near_the_floor(digits, reference, extractor):
+    train, held_out = digits
+    real = floor(train, reference, extractor, 128)
+
+    def scores(change, amounts):
+        images = [change(train[: len(held_out)], amount) for amount in amounts]
+        return [score(lambda i, x=x: x[i], torch.arange(len(x)), reference, extractor, 128) for x in images]
+
+    for change, amounts in ((blurred, (0.0, 0.5, 1.0)), (noisy, (0, 60, 120))):
+        clean, middle, worst = scores(change, amounts)
+        assert clean["value"] < 2 * real["value"]
+        assert clean["value"] < middle["value"] < worst["value"] > 3 * real["value"]
+        assert clean["kid"] < middle["kid"] < worst["kid"]
+
+
+def test_the_floor_is_not_zero_while_its_kid_is(digits, reference, extractor):
+    record = floor(digits[0], reference, extractor, 128)
+    assert record["value"] > 0.5
+    assert abs(record["kid"]) < 3 * record["kid_standard_error"]
+    assert (record["n_gen"], record["n_ref"], record["metric"]) == (359, 359, "FD-digits-cnn")
+    assert record["weights_sha256"] == extractor.weights_sha256 and record["protocol"] == "small"
+
+
+def test_scoring_leaves_the_global_stream_alone(digits, reference, extractor):
+    state = torch.get_rng_state()
+    floor(digits[0], reference, extractor, 128)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_unequal_numbers_are_not_compared(digits, reference, extractor):
+    with pytest.raises(ValueError, match="358 images against 359"):
+        score(lambda i: digits[0][i], torch.arange(358), reference, extractor, 128)
+    few = Reference.of(digits[1][:3], extractor, 128, "three")
+    with pytest.raises(ValueError, match="at least 4"):
+        score(lambda i: digits[0][i], torch.arange(3), few, extractor, 128)
+    with pytest.raises(ValueError, match="the floor needs 359"):
+        floor(digits[0][:300], reference, extractor, 128)
+
+
+def test_another_extractor_or_image_size_is_not_compared(digits, reference, extractor):
+    with pytest.raises(ValueError, match="seen through digits-cnn"):
+        score(drawn, torch.arange(359), reference, load("efficientnet-lite0"), 128)
+    with pytest.raises(ValueError, match=r"images are \[1, 9, 9\]"):
+        score(lambda i: torch.zeros(len(i), 1, 9, 9, dtype=torch.uint8), torch.arange(359), reference, extractor, 128)
+
+
+def test_an_index_that_two_ranks_made_is_noticed():
+    with pytest.raises(ValueError, match="twice"):
+        gather(torch.zeros(3, 2), torch.tensor([4, 5, 4]))

@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from eval.generate import generate, quantize
+
+
+def image_of(indices):
+    return (indices[:, None, None, None] * 7 % 256).to(torch.uint8).expand(-1, 1, 2, 2)
+
+
+def test_white_stays_white_and_black_stays_black():
+    x = torch.tensor([-1.0, 1.0, 1.004, 1.01, -1.2, 0.0])
+    assert quantize(x).tolist() == [0, 255, 255, 255, 0, 128]
+
+
+def test_rounds_to_the_nearest_level_and_returns_every_level():
+    levels = torch.arange(256)
+    assert torch.equal(quantize(levels / 127.5 - 1), levels.to(torch.uint8))
+    assert quantize(torch.tensor([10.4, 10.6]) / 127.5 - 1).tolist() == [10, 11]  # a cast alone gives 10 and 10
+    assert quantize(torch.tensor([1.0, -1.0], dtype=torch.bfloat16)).tolist() == [255, 0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_is_not_a_grey_level(bad):
+    with pytest.raises(ValueError, match="NaN"):
+        quantize(torch.tensor([0.0, bad]))
+
+
+def test_integers_are_not_quantised():
+    with pytest.raises(TypeError, match="uint8"):
+        quantize(torch.zeros(2, dtype=torch.uint8))
+
+
+def test_every_index_comes_once_and_every_call_has_the_same_size():
+    sizes, reports = [], []
+
+    def images(indices):
+        sizes.append(len(indices))
+        return image_of(indices)
+
+    wanted = torch.arange(100, 111)
+    out = list(generate(images, wanted, 4, progress=lambda done, total: reports.append((done, total))))
+    assert torch.equal(torch.cat([i for i, _ in out]), wanted)
+    assert torch.equal(torch.cat([x for _, x in out]), image_of(wanted))
+    assert sizes == [4, 4, 4]
+    assert reports == [(4, 11), (8, 11), (11, 11)]
+
+
+def test_float_and_misshapen_images_are_refused():
+    wanted = torch.arange(4)
+    with pytest.raises(TypeError, match=r"must return uint8, not torch.float32"):
+        list(generate(lambda i: image_of(i).float(), wanted, 2))
+    with pytest.raises(ValueError, match=r"\[2, C, H, W\]"):
+        list(generate(lambda i: image_of(i)[:1], wanted, 2))
+
+
+def test_repeated_or_missing_indices_are_refused():
+    with pytest.raises(ValueError, match="twice"):
+        list(generate(image_of, torch.tensor([1, 2, 1]), 2))
+    with pytest.raises(ValueError, match="nothing to generate"):
+        list(generate(image_of, torch.arange(0), 2))
+    with pytest.raises(TypeError, match="int64"):
+        list(generate(image_of, torch.arange(3).int(), 2))
