@@ -19,26 +19,41 @@ from eval.generate import generate, quantize
 from eval.ranks import gather
 
 
-def image_function(
-    config: Config, data: Dataset, model: torch.nn.Module, device: torch.device, labels: Callable[[Tensor], Tensor]
-) -> Callable[[Tensor], Tensor]:
-    """``images(indices int64 [N]) -> uint8 [N, C, H, W]``, where sample i has class ``labels(i)``."""
-    settings = config.sample
-    shape = (data.channels, data.image_size, data.image_size)
+class Sampler:
+    """``sampler(indices int64 [N]) -> uint8 [N, C, H, W]``, where sample i has class ``labels(i)``.
 
-    def images(indices: Tensor) -> Tensor:
-        noise = rng.normal(shape, settings.seed, "sample", samples=indices.tolist()).to(device)
-        velocity = guided(model, labels(indices).to(device), data.num_classes, settings.guidance)
-        return quantize(SAMPLERS[settings.sampler](velocity, noise, settings.steps)).cpu()
+    A diverged model must not end its run: values that are not finite become black, and `broken` counts such samples.
+    """
 
-    return images
+    def __init__(
+        self,
+        config: Config,
+        data: Dataset,
+        model: torch.nn.Module,
+        device: torch.device,
+        labels: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._settings, self._model, self._device, self._labels = config.sample, model, device, labels
+        self._shape = (data.channels, data.image_size, data.image_size)
+        self._null_label = data.num_classes
+        self.broken = 0
+
+    def __call__(self, indices: Tensor) -> Tensor:
+        """Samples by global index."""
+        settings = self._settings
+        noise = rng.normal(self._shape, settings.seed, "sample", samples=indices.tolist()).to(self._device)
+        labels = self._labels(indices).to(self._device)
+        velocity = guided(self._model, labels, self._null_label, settings.guidance)
+        samples = SAMPLERS[settings.sampler](velocity, noise, settings.steps)
+        self.broken += int((~samples.isfinite()).flatten(1).any(1).sum())
+        return quantize(samples.nan_to_num(-1, -1, -1)).cpu()
 
 
 def grid(config: Config, data: Dataset, model: torch.nn.Module, device: torch.device) -> Tensor:
     """A picture of grid x grid samples, a column a class, uint8 [C, side, side]; all ranks call it, all get it."""
     side = config.sample.grid
     indices = torch.arange(side * side)
-    images = image_function(config, data, model, device, lambda i: i % side % data.num_classes)
+    images = Sampler(config, data, model, device, lambda i: i % side % data.num_classes)
     made = [(kept, pixels) for kept, pixels in generate(images, indices, config.sample.batch)]
     shape = (data.channels, data.image_size, data.image_size)
     mine = torch.cat([pixels for _, pixels in made]) if made else torch.empty((0, *shape), dtype=torch.uint8)

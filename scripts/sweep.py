@@ -1,0 +1,130 @@
+"""Finds each optimizer's learning rate on a grid that grows until the best one lies inside it, and compares them there.
+
+usage: python scripts/sweep.py BASE... --optimizer FILE [--optimizer FILE ...] --out FOLDER
+
+The best is the lowest held-out loss at the end (averaged weights); the score takes no part in the choice. Each run is a
+folder of its own under FOLDER: a second call goes on, and takes no time for what is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import compare
+
+from dit_train import overlays
+from dit_train.config import ConfigError
+from dit_train.run import metrics
+from dit_train.run.tracking import clock
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One command's settings."""
+
+    base: list[str]
+    out: Path
+    ranks: int
+    jobs: int
+    factor: float
+
+    def folder(self, optimizer: str, lr: float) -> Path:
+        """Where a run lives."""
+        return self.out / Path(optimizer).stem / f"lr_{lr:.4g}"
+
+    def run(self, optimizer: str, lr: float) -> float:
+        """Train one run (or find it done); its final held-out loss, infinity if it diverged."""
+        folder = self.folder(optimizer, lr)
+        command = [sys.executable, "-m", "dit_train", "launch", "--ranks", str(self.ranks), *self.base, optimizer]
+        command += ["--optimizer.lr", repr(lr), "--run.folder", str(folder), "--run.tensorboard", "false"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+        losses = [row for row in metrics.read(folder / "scores.jsonl") if row["kind"] == "held-out"]
+        loss = losses[-1]["heldout_loss"]
+        return loss if loss is not None else math.inf
+
+
+def grow(measure: Callable[[Sequence[float]], list[float]], start: float, factor: float) -> dict[float, float]:
+    """Losses on {start/f, start, start·f}, extended at an edge while the best lies on it; keyed by learning rate."""
+    losses: dict[float, float] = {}
+    exponents = [-1, 0, 1]
+    while True:
+        losses |= dict(zip(exponents, measure([start * factor**e for e in exponents]), strict=True))
+        best = min(losses, key=lambda e: losses[e])
+        if min(losses) < best < max(losses):
+            return {start * factor**e: losses[e] for e in sorted(losses)}
+        exponents = [best - 1] if best == min(losses) else [best + 1]
+
+
+def sweep_all(sweep: Sweep, optimizers: Sequence[str]) -> dict[str, dict[float, float]]:
+    """The losses of each optimizer; runs of all optimizers share the job slots."""
+    start = time.perf_counter()
+    with ThreadPoolExecutor(sweep.jobs) as slots, ThreadPoolExecutor(len(optimizers)) as growers:
+
+        def one(optimizer: str) -> dict[float, float]:
+            def measure(lrs: Sequence[float]) -> list[float]:
+                losses = list(slots.map(lambda lr: sweep.run(optimizer, lr), lrs))
+                for lr, loss in zip(lrs, losses, strict=True):
+                    spent = clock(time.perf_counter() - start)
+                    print(f"{Path(optimizer).stem}  lr {lr:.4g}  held-out loss {loss:.4f}  after {spent}", flush=True)
+                return losses
+
+            return grow(measure, overlays.read([*sweep.base, optimizer]).optimizer.lr, sweep.factor)
+
+        return dict(zip(optimizers, growers.map(one, optimizers), strict=True))
+
+
+def loss_table(losses: dict[str, dict[float, float]]) -> str:
+    """A Markdown table: final held-out loss by optimizer and learning rate, the best in bold."""
+    lrs = sorted({lr for found in losses.values() for lr in found})
+    lines = ["| optimizer | " + " | ".join(f"{lr:.4g}" for lr in lrs) + " |", "|---" * (len(lrs) + 1) + "|"]
+    for optimizer, found in losses.items():
+        best = min(found, key=found.__getitem__)
+        cells = [f"**{found[lr]:.4f}**" if lr == best else f"{found[lr]:.4f}" if lr in found else "" for lr in lrs]
+        lines.append(f"| {Path(optimizer).stem} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Sweep, then print both tables and write the pictures of the best runs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", nargs="+", help="config files that all runs share")
+    parser.add_argument(
+        "--optimizer", action="append", required=True, metavar="FILE", help="its lr is the grid's start"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of each run (default 1)")
+    parser.add_argument("--jobs", type=int, default=max(1, os.cpu_count() or 1), help="runs at a time (default: cores)")
+    parser.add_argument("--factor", type=float, default=2.0, help="ratio of neighbouring rates (default 2)")
+    arguments = parser.parse_args()
+    if arguments.factor <= 1 or arguments.ranks < 1 or arguments.jobs < 1:
+        parser.error("--factor must be above 1, --ranks and --jobs at least 1")
+    sweep = Sweep(arguments.base, arguments.out, arguments.ranks, arguments.jobs, arguments.factor)
+    try:
+        losses = sweep_all(sweep, arguments.optimizer)
+    except (ConfigError, RuntimeError) as error:
+        print(f"sweep: {error}", file=sys.stderr)
+        return 2
+    best = {name: min(found, key=found.__getitem__) for name, found in losses.items()}
+    runs = [compare.read(sweep.folder(name, lr)) for name, lr in best.items()]
+    text = f"{loss_table(losses)}\n\n{compare.table(runs)}\n"
+    (arguments.out / "sweep.md").write_text(text)
+    compare.draw_curves(runs, arguments.out / "comparison.png")
+    compare.draw_samples(runs, arguments.out / "samples.png")
+    print(f"\n{text}\n{arguments.out / 'sweep.md'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
