@@ -1,0 +1,88 @@
+"""Muon: momentum, orthogonalised by Newton–Schulz.
+
+Keller Jordan (2024), https://kellerjordan.github.io/posts/muon/; scale and weight decay as in "Muon is Scalable for LLM
+Training", arXiv 2502.16982.
+
+    W, G: m×n weight and gradient         state: M, m×n, fp32 (fp64 for fp64 weights), sharded as W
+
+    M ← μ·M + (1−μ)·G                     engine/momentum.py   (heavy_ball: M ← μ·M + G)
+    U ← (1−μ)·G + μ·M                     Nesterov, else U = M
+    O ← NewtonSchulz(U)                   orthogonal/newton_schulz.py, on the whole matrix
+    W ← (1 − η·λ)·W − η·a(m, n)·O         engine/scaling.py
+
+Every step is a refresh: a matrix cut over ranks travels to an owner and back (sharding/exchange.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine.algorithm import BUCKET_BYTES, MATRIX_OPTIONS, MAX_IN_FLIGHT, Algorithm, register
+from ..engine.driver import Driver
+from ..engine.momentum import MomentumForm
+from ..engine.scaling import AdjustLr
+from ..orthogonal.coefficients import NS5, Coefficients
+
+MUON = register(Algorithm(name="muon", options=MATRIX_OPTIONS, period=1))
+
+
+class Muon(Driver):
+    """Muon (arXiv 2502.16982): every step orthogonalises the momentum of whole matrices.
+
+    Args:
+        params: weights [m, n], stacks [e, m, n], convolutions [out, in, …]; or groups of them.
+        lr: η ≥ 0, a float or a 0-d tensor (which is read on its device without a synchronisation).
+        weight_decay: λ ≥ 0, decoupled, multiplied by the lr before ``adjust_lr_fn``.
+        momentum: μ in [0, 1).
+        nesterov: whether U looks one step ahead.
+        ns_coefficients, ns_steps, eps: of the Newton–Schulz iteration; eps is relative to the largest entry.
+        adjust_lr_fn: a(m, n): ``original`` √max(1, m/n), ``match_rms_adamw`` 0.2·√max(m, n),
+            ``spectral_unclamped`` √(m/n).
+        momentum_form: ``ema`` or ``heavy_ball``.
+        ns_dtype: of the iterations; None is fp64 for fp64 weights, else bf16 where the device is natively fast at
+            it, else fp32.
+        wire_dtype: in which whole matrices travel on a refresh; None is bf16 (fp64 for fp64 weights). Matrices that
+            stay at home are rounded to it as well, so the result does not depend on the number of ranks.
+        bucket_bytes: how much of one rank's shards travels or is updated at a time.
+        max_in_flight: buckets in flight on a refresh.
+
+    Raises:
+        ValueError: for options out of range, parameters of fewer than two dimensions, unsupported placements.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Coefficients = NS5,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: AdjustLr = "match_rms_adamw",
+        *,
+        momentum_form: MomentumForm = "ema",
+        ns_dtype: torch.dtype | None = None,
+        wire_dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        max_in_flight: int = MAX_IN_FLIGHT,
+    ) -> None:
+        options = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "momentum_form": momentum_form,
+            "ns_dtype": ns_dtype,
+            "wire_dtype": wire_dtype,
+        }
+        super().__init__(params, MUON, options, bucket_bytes, max_in_flight)

@@ -1,0 +1,122 @@
+"""MuonBP: block-periodic orthogonalisation. Whole matrices every P-th step, blocks in between.
+
+Khaled, Ozkara, Yu, Hong, Park: arXiv 2510.16981.
+
+    W, G: m×n weight and gradient, cut into blocks of p×q     state: M, m×n, fp32 (fp64 for fp64 weights), sharded as W
+    t: completed steps, kept in the group and in checkpoints
+
+    M ← μ·M + G                           engine/momentum.py   (ema: M ← μ·M + (1−μ)·G)
+    U ← G + μ·M                           Nesterov, else U = M
+    if (t − phase) mod P = 0:             engine/schedule.py
+        O ← NewtonSchulz(U)               the whole matrix, gathered by sharding/exchange.py
+        W ← (1 − η·λ)·W − η·a(m, n)·O
+    else, for every block b of this rank: engine/directions.py, block; no communication
+        O_b ← NewtonSchulz(U_b)
+        W_b ← (1 − η·λ)·W_b − η·block_lr_ratio·a(p, q)·O_b
+
+Two step sizes are what the theory asks for (η_block/η_full = L_op/L_B); with ``match_rms_adamw`` both kinds of step
+have the RMS 0.2·η, as in the paper's experiments, and ``block_lr_ratio`` multiplies the block steps on top.
+P = 1 is Muon, P = ∞ BlockMuon. Without ``block_grid`` a block is the local shard: the result then depends on the ranks.
+The paper is silent about Nesterov and about which step comes first; here the first step is a refresh (phase 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine.algorithm import BUCKET_BYTES, MATRIX_OPTIONS, MAX_IN_FLIGHT, Algorithm, register
+from ..engine.directions import block
+from ..engine.driver import Driver
+from ..engine.momentum import MomentumForm
+from ..engine.scaling import AdjustLr
+from ..orthogonal.coefficients import NS5, Coefficients
+
+MUON_BP = register(
+    Algorithm(
+        name="muon_bp",
+        options={
+            **MATRIX_OPTIONS,
+            "momentum_form": "heavy_ball",
+            "period": 5,
+            "phase": 0,
+            "block_lr_ratio": 1.0,
+            "block_grid": None,
+        },
+        between=block,
+    )
+)
+
+
+class MuonBP(Driver):
+    """MuonBP (arXiv 2510.16981): refreshes every ``period`` steps, orthogonalises local blocks in between.
+
+    Args:
+        params: weights [m, n], stacks [e, m, n], convolutions [out, in, …]; or groups of them.
+        lr: η ≥ 0, a float or a 0-d tensor (which is read on its device without a synchronisation).
+        weight_decay: λ ≥ 0, decoupled, multiplied by the lr before ``adjust_lr_fn``.
+        momentum: μ in [0, 1).
+        nesterov: whether U looks one step ahead.
+        ns_coefficients, ns_steps, eps: of the Newton–Schulz iteration; eps is relative to the largest entry.
+        adjust_lr_fn: a(m, n): ``original`` √max(1, m/n), ``match_rms_adamw`` 0.2·√max(m, n),
+            ``spectral_unclamped`` √(m/n).
+        period: P ≥ 1, or ``math.inf`` to never refresh. phase: step t ≥ 0 is a refresh if (t − phase) mod P = 0.
+        block_lr_ratio: factor on block steps.
+        block_grid: R row blocks or (R, C) blocks a matrix, cut as ``torch.chunk`` does, the same for any number of
+            ranks; shards may not cut through a block. None: the local shard is the block.
+        momentum_form: ``ema`` or ``heavy_ball``.
+        ns_dtype: of the iterations; None is fp64 for fp64 weights, else bf16 where the device is natively fast at
+            it, else fp32.
+        wire_dtype: in which whole matrices travel on a refresh; None is bf16 (fp64 for fp64 weights). Matrices that
+            stay at home are rounded to it as well, so the result does not depend on the number of ranks.
+        bucket_bytes: how much of one rank's shards travels or is updated at a time.
+        max_in_flight: buckets in flight on a refresh.
+
+    Raises:
+        ValueError: for options out of range, parameters of fewer than two dimensions, unsupported placements,
+            or shards that cut through a block.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Coefficients = NS5,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: AdjustLr = "match_rms_adamw",
+        *,
+        period: int | float = 5,
+        phase: int = 0,
+        block_lr_ratio: float = 1.0,
+        block_grid: int | tuple[int, int] | None = None,
+        momentum_form: MomentumForm = "heavy_ball",
+        ns_dtype: torch.dtype | None = None,
+        wire_dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        max_in_flight: int = MAX_IN_FLIGHT,
+    ) -> None:
+        options = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "momentum_form": momentum_form,
+            "ns_dtype": ns_dtype,
+            "wire_dtype": wire_dtype,
+            "period": period,
+            "phase": phase,
+            "block_lr_ratio": block_lr_ratio,
+            "block_grid": block_grid,
+        }
+        super().__init__(params, MUON_BP, options, bucket_bytes, max_in_flight)

@@ -1,0 +1,1 @@
+"""The one driver that every algorithm shares, and the parts it is assembled from."""

@@ -1,0 +1,117 @@
+"""Directions: from the momentum input U of one group of weights to what is subtracted from them.
+
+Each direction takes local shards and returns a ``Step``: views of the weights, a normalised direction for each view
+and the factor between the two. Nothing in this file communicates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..orthogonal.newton_schulz import compute_dtype, largest_entry, orthogonalise
+from .scaling import row_scale, spectral_scale
+
+Grid = tuple[int, int]
+
+
+@dataclass
+class Step:
+    """W_i ← W_i − η·factor_i·direction_i for every i."""
+
+    weights: list[Tensor] = field(default_factory=list)
+    directions: list[Tensor] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+
+
+Direction = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[tuple[int, int]], Mapping[str, Any]], Step]
+"""(weights, inputs, shapes of the whole matrices, group) -> Step. Weights and inputs are [rows, n] or [e, m, n]."""
+
+
+def orthogonalise_whole(matrices: Sequence[Tensor], options: Mapping[str, Any], weight: Tensor) -> list[Tensor]:
+    """Newton–Schulz of whole matrices with the options of their group."""
+    dtype = compute_dtype(options["ns_dtype"], weight.dtype, weight.device)
+    return orthogonalise(matrices, options["ns_coefficients"], options["ns_steps"], options["eps"], dtype)
+
+
+def spectral(
+    weights: Sequence[Tensor], inputs: Sequence[Tensor], shapes: Sequence[tuple[int, int]], options: Mapping[str, Any]
+) -> Step:
+    """Orthogonalise whole matrices that lie on this rank.
+
+    They are rounded to the wire dtype on the way in and out although nothing travels: so one process and many
+    compute the same.
+    """
+    wire = wire_dtype(options, weights[0].dtype)
+    step, whole = Step(), []
+    for weight, u in zip(weights, inputs, strict=True):
+        step.weights += _matrices(weight)
+        whole += _matrices(u.to(wire))
+    step.directions = [o.to(wire) for o in orthogonalise_whole(whole, options, weights[0])]
+    step.factors = [spectral_scale(options["adjust_lr_fn"], *w.shape) for w in step.weights]
+    return step
+
+
+def block(
+    weights: Sequence[Tensor], inputs: Sequence[Tensor], shapes: Sequence[tuple[int, int]], options: Mapping[str, Any]
+) -> Step:
+    """Orthogonalise every block by itself, scaled by the block's own sizes."""
+    ratio = options.get("block_lr_ratio", 1.0)
+    step, blocks = Step(), []
+    for weight, u, shape in zip(weights, inputs, shapes, strict=True):
+        for w, x in zip(_matrices(weight), _matrices(u), strict=True):
+            size = block_size(options["block_grid"], shape, w.shape)
+            step.weights += _cut(w, size)
+            blocks += _cut(x, size)
+    step.directions = orthogonalise_whole(blocks, options, weights[0])
+    step.factors = [ratio * spectral_scale(options["adjust_lr_fn"], *w.shape) for w in step.weights]
+    return step
+
+
+def row(
+    weights: Sequence[Tensor], inputs: Sequence[Tensor], shapes: Sequence[tuple[int, int]], options: Mapping[str, Any]
+) -> Step:
+    """Divide every row by its 2-norm; a zero row stays zero. A row lies wholly on one rank under Shard(0)."""
+    ratio = options.get("row_lr_ratio", 1.0)
+    factors = [ratio * row_scale(options["adjust_lr_fn"], *shape) for shape in shapes]
+    return Step(list(weights), [unit_rows(u) for u in inputs], factors)
+
+
+def unit_rows(u: Tensor) -> Tensor:
+    """``u`` [..., n] with unit rows. The largest entry goes first, so that squares neither overflow nor vanish."""
+    tiny = torch.finfo(u.dtype).tiny
+    if u.numel() == 0:
+        return u.clone()
+    r = u / largest_entry(u, -1).clamp_min(tiny)
+    return r.div_(torch.linalg.vector_norm(r, dim=-1, keepdim=True).clamp_min(tiny))
+
+
+def wire_dtype(options: Mapping[str, Any], weight: torch.dtype) -> torch.dtype:
+    """dtype in which whole matrices travel on a refresh: as asked, else fp64 for fp64 weights and bf16 for others."""
+    if options["wire_dtype"] is not None:
+        return options["wire_dtype"]
+    return torch.float64 if weight == torch.float64 else torch.bfloat16
+
+
+def block_size(grid: Grid | int | None, whole: tuple[int, int], local: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of a block: the local shard without a grid, else ⌈m/r⌉ × ⌈n/c⌉ as torch.chunk cuts."""
+    if grid is None:
+        return max(1, local[0]), local[1]
+    r, c = grid if isinstance(grid, tuple) else (grid, 1)
+    return math.ceil(whole[0] / r), math.ceil(whole[1] / c)
+
+
+def _matrices(tensor: Tensor) -> list[Tensor]:
+    return list(tensor.unbind()) if tensor.ndim == 3 else [tensor]
+
+
+def _cut(matrix: Tensor, size: tuple[int, int]) -> Iterator[Tensor]:
+    if matrix.numel() == 0:
+        return
+    for rows in matrix.split(size[0], 0):
+        yield from rows.split(size[1], 1)

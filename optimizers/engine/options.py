@@ -1,0 +1,120 @@
+"""Checks the options of a parameter group. Every error is one line that names the group and the fix."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..sharding.layout import Layout
+from .algorithm import ALGORITHMS, Algorithm
+from .momentum import MOMENTUM_FORMS
+from .scaling import ADJUST_LR
+
+BOOKKEEPING = ("params", "param_names", "algorithm", "step", "initial_lr")
+"""Group keys that are no options of an algorithm; learning-rate schedulers write ``initial_lr``."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` for the nearest known word, else the list of all."""
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def find_algorithm(name: Any, where: str) -> Algorithm:
+    """The registered algorithm of that name.
+
+    Raises:
+        ValueError: if there is none, with the nearest name.
+    """
+    if name not in ALGORITHMS:
+        raise ValueError(f"{where}: unknown algorithm {name!r}{nearest(str(name), ALGORITHMS)}")
+    return ALGORITHMS[name]
+
+
+def check_options(group: Mapping[str, Any], algorithm: Algorithm, where: str) -> None:
+    """Raise a ValueError for an unknown key or a value out of range."""
+    for key, value in group.items():
+        if key in BOOKKEEPING:
+            continue
+        if key not in algorithm.options:
+            known = (*algorithm.options, "params", "param_names", "algorithm")
+            raise ValueError(f"{where}: unknown key {key!r} for algorithm {algorithm.name!r}{nearest(key, known)}")
+        valid, expected = _RULES[key]
+        if not valid(value):
+            raise ValueError(f"{where}: {key} is {value!r} but has to be {expected}")
+
+
+def check_grid(grid: int | tuple[int, int] | None, layout: Layout, label: str) -> None:
+    """Raise a ValueError if a shard would cut through a block of the grid."""
+    if grid is None or not layout.is_cut:
+        return
+    m, held = layout.shape[0], layout.rows[0]
+    height = math.ceil(m / (grid[0] if isinstance(grid, tuple) else grid))
+    if held == m or held % height == 0:
+        return
+    allowed: dict[int, int] = {}
+    for r in range(1, m + 1):
+        if held % math.ceil(m / r) == 0:
+            allowed.setdefault(math.ceil(m / r), r)
+    values = ", ".join(str(r) for r in list(allowed.values())[:8])
+    raise ValueError(
+        f"{label}: block_grid {grid!r} cuts {m} rows every {height}, but the shards of {len(layout.rows)} ranks lie "
+        f"every {held} rows; row counts that fit: {values}"
+    )
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _at_least_zero(value: Any) -> bool:
+    return _number(value) and 0 <= value < math.inf
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _learning_rate(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.ndim == 0 and _at_least_zero(float(value))
+    return _at_least_zero(value)
+
+
+def _grid(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return len(value) == 2 and all(_whole(v, 1) for v in value)
+    return value is None or _whole(value, 1)
+
+
+def _numbers(value: Any, count: int) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == count and all(map(_number, value))
+
+
+_WIRE = (None, torch.bfloat16, torch.float32, torch.float64)  # fp16 has too small a range for gradients
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (_learning_rate, "a float or 0-d tensor >= 0"),
+    "weight_decay": (_at_least_zero, "a float >= 0"),
+    "momentum": (lambda v: _number(v) and 0 <= v < 1, "a float in [0, 1)"),
+    "nesterov": (lambda v: isinstance(v, bool), "True or False"),
+    "ns_coefficients": (lambda v: _numbers(v, 3), "three numbers (a, b, c)"),
+    "eps": (_at_least_zero, "a float >= 0"),
+    "ns_steps": (lambda v: _whole(v, 1) and v < 100, "an int from 1 to 99"),
+    "adjust_lr_fn": (lambda v: v in ADJUST_LR, f"one of {', '.join(ADJUST_LR)}"),
+    "momentum_form": (lambda v: v in MOMENTUM_FORMS, f"one of {', '.join(MOMENTUM_FORMS)}"),
+    "ns_dtype": (lambda v: v is None or (isinstance(v, torch.dtype) and v.is_floating_point), "a float dtype or None"),
+    "wire_dtype": (lambda v: v in _WIRE, "None, torch.bfloat16, torch.float32 or torch.float64"),
+    "period": (lambda v: v == math.inf or _whole(v, 1), "an int >= 1 or math.inf"),
+    "phase": (lambda v: _whole(v, 0), "an int >= 0"),
+    "block_lr_ratio": (_at_least_zero, "a float >= 0"),
+    "row_lr_ratio": (_at_least_zero, "a float >= 0"),
+    "block_grid": (_grid, "None, a number of row blocks, or (row blocks, column blocks)"),
+    "betas": (lambda v: _numbers(v, 2) and all(0 <= b < 1 for b in v), "two floats in [0, 1)"),
+}

@@ -1,0 +1,1 @@
+"""Where a shard lies in its matrix, and how whole matrices meet."""

@@ -1,0 +1,121 @@
+"""Executes a plan: packed all-to-all of shards to the owners, Newton–Schulz there, packed all-to-all back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .plan import Bucket, Cargo
+
+Item = TypeVar("Item")
+Out = TypeVar("Out")
+Home = TypeVar("Home")
+
+
+@dataclass
+class Trip:
+    """One bucket on its way. Both buffers live until the collective that uses them is complete."""
+
+    bucket: Bucket
+    rank: int
+    group: dist.ProcessGroup
+    sent: Tensor
+    received: Tensor
+    work: dist.Work
+
+
+def depart(bucket: Bucket, shards: Sequence[Tensor], rank: int, group: dist.ProcessGroup) -> Trip:
+    """Send this rank's shards to the owners. ``shards[i]`` [rows_i, n_i] belongs to ``bucket.cargo[i]``."""
+    to_owner = list(bucket.traffic[rank])
+    from_rank = [row[rank] for row in bucket.traffic]
+    sent = torch.empty(sum(to_owner), dtype=bucket.dtype, device=shards[0].device)
+    received = torch.empty(sum(from_rank), dtype=bucket.dtype, device=shards[0].device)
+    torch._foreach_copy_(_outbound(bucket.cargo, rank, sent), list(shards))
+    work = dist.all_to_all_single(received, sent, from_rank, to_owner, group=group, async_op=True)
+    return Trip(bucket, rank, group, sent, received, work)
+
+
+def turn(trip: Trip, orthogonalise: Callable[[list[Tensor]], list[Tensor]]) -> Trip:
+    """Wait for the shards of the matrices that this rank owns, orthogonalise them and send the rows back."""
+    trip.work.wait()
+    bucket, rank = trip.bucket, trip.rank
+    owned = bucket.owned(rank)
+    arrived = _inbound(owned, bucket.ranks, trip.received)
+    directions = orthogonalise([torch.cat(parts) for parts in arrived])
+    received, sent = trip.sent, trip.received  # home they travel in each other's buffer: the sizes are the same
+    targets = [part for parts in _inbound(owned, bucket.ranks, sent) for part in parts]
+    sources = [part for o, cargo in zip(directions, owned, strict=True) for part in o.split(cargo.rows)]
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    from_owner = list(bucket.traffic[rank])
+    to_rank = [row[rank] for row in bucket.traffic]
+    work = dist.all_to_all_single(received, sent, from_owner, to_rank, group=trip.group, async_op=True)
+    return Trip(bucket, rank, trip.group, sent, received, work)
+
+
+def land(trip: Trip) -> list[Tensor]:
+    """Wait for the directions of this rank's rows: one [rows_i, n_i] for each ``bucket.cargo[i]``, in wire dtype."""
+    trip.work.wait()
+    return _outbound(trip.bucket.cargo, trip.rank, trip.received)
+
+
+def pipeline(
+    items: Iterable[Item],
+    depart: Callable[[Item], Out],
+    turn: Callable[[Out], Home],
+    land: Callable[[Home], None],
+    max_in_flight: int,
+    meanwhile: Callable[[], None],
+) -> None:
+    """Run every item through depart, turn and land, in order.
+
+    With two in flight, item k+1 travels out and item k−1 travels home while item k is at its turn. ``meanwhile`` is
+    called once, when the first items are on their way.
+    """
+    outward: deque[Out] = deque()
+    homeward: deque[Home] = deque()
+    idle = True
+
+    def advance() -> None:
+        nonlocal idle
+        if idle:
+            meanwhile()
+            idle = False
+        homeward.append(turn(outward.popleft()))
+        if len(homeward) == max_in_flight:
+            land(homeward.popleft())
+
+    for item in items:
+        outward.append(depart(item))
+        if len(outward) == max_in_flight:
+            advance()
+    while outward:
+        advance()
+    while homeward:
+        land(homeward.popleft())
+    if idle:
+        meanwhile()
+
+
+def _outbound(cargo: Sequence[Cargo], rank: int, buffer: Tensor) -> list[Tensor]:
+    """Views of a rank's buffer towards the owners: its rows of every matrix; cargo is ordered by owner."""
+    parts = buffer.split([c.elements(rank) for c in cargo])
+    return [part.view(c.rows[rank], c.shape[1]) for part, c in zip(parts, cargo, strict=True)]
+
+
+def _inbound(owned: Sequence[Cargo], ranks: int, buffer: Tensor) -> list[list[Tensor]]:
+    """Views of an owner's buffer: for each owned matrix its parts by rank; the buffer is ordered by rank first."""
+    if not owned:
+        return []
+    parts = iter(buffer.split([c.elements(src) for src in range(ranks) for c in owned]))
+    views: list[list[Tensor]] = [[] for _ in owned]
+    for src in range(ranks):
+        for i, c in enumerate(owned):
+            views[i].append(next(parts).view(c.rows[src], c.shape[1]))
+    return views

@@ -1,0 +1,62 @@
+"""The plan of an exchange, without any process group: balance, exact sizes, order of the pipeline."""
+
+import pytest
+import torch
+
+from optimizers.sharding.exchange import pipeline
+from optimizers.sharding.layout import chunk_rows
+from optimizers.sharding.plan import Cargo, Planner
+
+
+def cargo(shapes, ranks):
+    return [Cargo(i, shape, chunk_rows(shape[0], ranks)) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 10, 18, 72])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 16])
+def test_rows_follow_torch_chunk(rows, ranks):
+    parts = [len(part) for part in torch.arange(rows).chunk(ranks)]
+    assert list(chunk_rows(rows, ranks)) == parts + [0] * (ranks - len(parts))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 16])
+def test_every_matrix_travels_once_without_padding(ranks):
+    shapes = [(72, 5), (18, 7), (1, 9), (7, 3), (10, 6)] * 3
+    buckets = Planner(ranks, 500).plan(cargo(shapes, ranks), torch.bfloat16)
+    assert sorted(c.index for b in buckets for c in b.cargo) == list(range(len(shapes)))
+    assert sum(sum(map(sum, b.traffic)) for b in buckets) == sum(m * n for m, n in shapes)
+    for bucket in buckets:
+        largest = max(sum(row) for row in bucket.traffic) * 2
+        assert largest <= 500 or len(bucket.cargo) == 1
+        assert list(bucket.owners) == sorted(bucket.owners)
+
+
+def test_bytes_of_a_balanced_refresh_follow_the_formula():
+    ranks, shapes = 4, [(16, 8)] * 8
+    (bucket,) = Planner(ranks, 2**26).plan(cargo(shapes, ranks), torch.float32)
+    for rank in range(ranks):
+        assert bucket.bytes_sent(rank) == 2 * 4 * 8 * 16 * 8 * (ranks - 1) / ranks**2
+
+
+def test_work_is_dealt_by_flops_and_not_by_count():
+    ranks, shapes = 4, [(96, 16)] * 8 + [(16, 16)] * 40
+    planner = Planner(ranks, 2000)
+    loads = [0] * ranks
+    for bucket in planner.plan(cargo(shapes, ranks), torch.bfloat16):
+        for item, owner in zip(bucket.cargo, bucket.owners, strict=True):
+            loads[owner] += item.flops
+    assert max(loads) - min(loads) <= Cargo(0, (16, 16), ()).flops
+
+
+def test_bucket_k_plus_one_is_out_and_k_minus_one_on_its_way_home_while_k_is_at_its_turn():
+    events = []
+    log = lambda kind: lambda item: events.append(f"{kind}{item}") or item  # noqa: E731
+    for in_flight in (1, 2):
+        pipeline(range(4), log("out"), log("turn"), log("land"), in_flight, lambda: events.append("meanwhile"))
+        if in_flight == 1:
+            assert events == "out0 meanwhile turn0 land0 out1 turn1 land1 out2 turn2 land2 out3 turn3 land3".split()
+        else:
+            assert events == ("out0 out1 meanwhile turn0 out2 turn1 land0 out3 turn2 land1 turn3 land2 land3".split())
+        events.clear()
+    pipeline([], log("out"), log("turn"), log("land"), 2, lambda: events.append("meanwhile"))
+    assert events == ["meanwhile"]
