@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
+import time
 from collections.abc import Sequence
 
 from dit_train import exits, overlays
@@ -19,6 +21,8 @@ come with the package are found by name (configs/quickstart/base.yaml). The same
 run returns at once. `launch` checks everything first, starts N local ranks and returns the run's own exit code:
 0 done, 2 bad input, 85 asked to stop and resumable (also in RUN/exit.json).
 """
+
+_SECONDS_FOR_RANK_0 = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,11 +39,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = config.run.folder
         return _start(config, ranks, words, launching)
     except ConfigError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"dit_train: {error}", file=sys.stderr, flush=True)
-            if folder is not None:
-                exits.record(folder, exits.BAD_INPUT, str(error))
+        _tell(error, folder)
         return exits.BAD_INPUT if launching else exits.of_rank(exits.BAD_INPUT)
+
+
+def _tell(error: ConfigError, folder: str | None) -> None:
+    """Rank 0 prints the line and records the code; the others leave it the time to, since torchrun ends all at once.
+
+    Where another host alone has met bad input, its first rank speaks.
+    """
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    if rank == 0:
+        print(f"dit_train: {error}", file=sys.stderr, flush=True)
+        if folder is not None:
+            exits.record(folder, exits.BAD_INPUT, str(error))
+        return
+    time.sleep(_SECONDS_FOR_RANK_0)
+    if local_rank == 0:
+        print(f"dit_train: {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
 
 
 def _start(config: Config, ranks: int, words: list[str], launching: bool) -> int:

@@ -201,6 +201,8 @@ class TrainConfig:
     """Largest global gradient norm; null: no clipping."""
     ema_decay: float = 0.9999
     """Decay a step of the averaged weights that are sampled and scored."""
+    ema_ramp: bool = True
+    """Lower the decay of early steps t to (1 + t) / (10 + t), so that a short run is not scored on initial weights."""
 
 
 @dataclass(frozen=True)

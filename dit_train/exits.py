@@ -12,7 +12,7 @@ BAD_INPUT = 2
 STOPPED = 85
 """Asked to stop; the same command goes on."""
 
-STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 """Signals that ask a run to save and stop."""
 
 LAUNCHED = "DIT_TRAIN_LAUNCHED"
@@ -24,7 +24,7 @@ def record(run_folder: str | Path, code: int, message: str) -> None:
     """Write RUN/exit.json if the run has a folder."""
     folder = Path(run_folder)
     if (folder / "config.yaml").is_file():
-        beside = folder / "exit.json.tmp"
+        beside = folder / f"exit.json.{os.getpid()}.tmp"  # several ranks may fail at once
         beside.write_text(json.dumps({"code": code, "message": message}) + "\n")
         beside.replace(folder / "exit.json")
 

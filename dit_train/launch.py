@@ -7,7 +7,6 @@ RUN/exit.json and this process passes it on.
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Sequence
 
 from dit_train import exits
@@ -21,16 +20,15 @@ def launch(config: Config, ranks: int, arguments: Sequence[str]) -> int:
     """Train on `ranks` local ranks with these config arguments (already checked); signals reach every rank."""
     os.environ[exits.LAUNCHED] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_SECONDS))
     exits.forget(config.run.folder)
-    failure = _torchrun(ranks, arguments)
-    code = exits.recorded(config.run.folder)
-    if code is not None:
-        return code
-    return failure or exits.FAILED
+    code = _torchrun(ranks, arguments)
+    recorded = exits.recorded(config.run.folder)
+    return code if recorded is None else recorded
 
 
 def _torchrun(ranks: int, arguments: Sequence[str]) -> int:
-    """Run the ranks; 0, or a code for how torchrun itself ended."""
+    """Run the ranks; a code for how torchrun saw them end, for ranks that left none in the run folder."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -38,15 +36,15 @@ def _torchrun(ranks: int, arguments: Sequence[str]) -> int:
     options = [
         "--standalone",
         f"--nproc-per-node={ranks}",
-        f"--signals-to-handle={','.join(exits.STOP_SIGNALS)}",
-        f"--shutdown-timeout={_SHUTDOWN_SECONDS}",
+        f"--signals-to-handle={','.join((*exits.STOP_SIGNALS, 'SIGQUIT'))}",
         "--module",
         "dit_train",
     ]
     try:
         run(parse_args([*options, *arguments]))
-    except ChildFailedError:
-        return exits.FAILED  # the rank has told its own story on stderr
-    except SignalException as stopped:
-        return 128 + signal.Signals(stopped.sigval).value
-    return exits.DONE
+    except ChildFailedError as failed:  # the rank has told its own story on stderr
+        codes = {failure.exitcode for failure in failed.failures.values()}
+        return exits.BAD_INPUT if exits.BAD_INPUT in codes else exits.FAILED
+    except SignalException:
+        return exits.STOPPED  # before the run had a folder; there is nothing to lose
+    return exits.FAILED  # ranks that end well record their code

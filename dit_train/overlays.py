@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from dit_train.config import Config, ConfigError
+from dit_train.config import AdamWConfig, Config, ConfigError
 
 
 def read(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
@@ -30,7 +30,7 @@ def read(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
         ConfigError: a file is missing or no YAML mapping, a key is unknown, a value has the wrong type or range.
     """
     layers = [(str(path), _load_yaml(find(path))) for path in files]
-    layers += [("command line", layer) for layer in _parse_overrides(overrides)]
+    layers.append(("command line", _parse_overrides(overrides)))
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for origin, layer in layers:
@@ -82,10 +82,10 @@ def _plain(value: Any) -> Any:
 
 def _load_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{path}: not valid YAML ({reason})") from None
+        raise ConfigError(f"{path}: cannot be read as YAML ({reason})") from None
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
@@ -93,9 +93,21 @@ def _load_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def _parse_overrides(arguments: Sequence[str]) -> list[dict[str, Any]]:
-    """``--a.b 1``, ``--a.b=1`` and ``--a.b 1 2`` (a list) as nested mappings, one an argument."""
-    layers, rest = [], list(arguments)
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which YAML would drop the first without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """``--a.b 1``, ``--a.b=1`` and ``--a.b 1 2`` (a list) as one nested mapping; of equal ones the last counts."""
+    layer: dict[str, Any] = {}
+    rest = list(arguments)
     while rest:
         flag = rest.pop(0)
         if not flag.startswith("--"):
@@ -107,11 +119,14 @@ def _parse_overrides(arguments: Sequence[str]) -> list[dict[str, Any]]:
         if not texts:
             raise ConfigError(f"{flag}: needs a value, as in {flag} VALUE")
         values = [_Argument(text) for text in texts]
-        layer: Any = values[0] if len(values) == 1 else values
-        for key in reversed(name.replace("-", "_").split(".")):
-            layer = {key: layer}
-        layers.append(layer)
-    return layers
+        *sections, key = name.replace("-", "_").split(".")
+        below = layer
+        for section in sections:
+            below = below.setdefault(section, {})
+            if not isinstance(below, dict):
+                raise ConfigError(f"{flag}: {section} is given a value of its own as well; leave one of them out")
+        below[key] = values[0] if len(values) == 1 else values
+    return layer
 
 
 class _Argument(str):
@@ -128,7 +143,8 @@ def _merge(base: dict[str, Any], layer: dict[str, Any], origin: str, origins: di
     for key, value in layer.items():
         path = f"{prefix}{key}"
         below = base.get(key)
-        if isinstance(below, dict) and isinstance(value, dict) and value.get("name") in (None, below.get("name")):
+        name = below.get("name", AdamWConfig.name) if isinstance(below, dict) else None
+        if isinstance(below, dict) and isinstance(value, dict) and value.get("name", name) == name:
             _merge(below, value, origin, origins, f"{path}.")
         elif isinstance(value, dict):
             base[key] = {}
@@ -195,12 +211,14 @@ def _convert(hint: Any, value: Any, path: str, origins: dict[str, str]) -> Any:
 def _build_tagged(members: tuple[type, ...], value: Any, path: str, origins: dict[str, str]) -> Any:
     """The member of a tagged union whose ``name`` the mapping gives (default: the first)."""
     by_name = {typing.get_args(typing.get_type_hints(member)["name"])[0]: member for member in members}
-    name = value.get("name", next(iter(by_name))) if isinstance(value, dict) else value
-    if name not in by_name:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{_where(path, origins)}expected settings below it, not {value!r}")
+    name = value.get("name", next(iter(by_name)))
+    if not isinstance(name, str) or name not in by_name:
         raise ConfigError(
             f"{_where(f'{path}.name', origins)}no such {path} {name!r}{_nearest(str(name), list(by_name))}"
         )
-    return _build(by_name[name], value if isinstance(value, dict) else {"name": name}, path, origins)
+    return _build(by_name[name], value, path, origins)
 
 
 def _as_float(value: Any) -> float | None:
@@ -209,7 +227,7 @@ def _as_float(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,13 @@ class Plan:
     @property
     def finished(self) -> bool:
         """Whether nothing is left to do."""
-        return self.resume is not None and self.resume.state.step >= self.config.train.steps
+        state = self.resume.state if self.resume else None
+        return state is not None and state.step >= self.config.train.steps and state.evaluated
+
+
+def default_extractor(source: str) -> str:
+    """The encoder that suits a data source: a classifier of the same images, or an ImageNet encoder."""
+    return {"digits": "digits-cnn", "fashion_mnist": "fashion-mnist-cnn"}.get(source, "efficientnet-lite0")
 
 
 def check(config: Config, ranks: int) -> Plan:
@@ -42,13 +49,17 @@ def check(config: Config, ranks: int) -> Plan:
     _check_batch(config, ranks)
     images = sources.check(config.data)
     check_model(config.model, images.image_size)
-    _check_score(config, images)
     _check_folder(Path(config.run.folder))
-    fixed = _fixed_settings(config)
+    fixed = _fixed_settings(config, images)
     latest = checkpoint.find_latest(config.run.folder)
     if latest is not None:
         _check_unchanged(latest, fixed)
-    return Plan(config, fixed, latest)
+    plan = Plan(config, fixed, latest)
+    if not plan.finished:  # a finished run answers at once: what follows imports torch
+        _check_score(config, images)
+        _check_devices(config)
+        _check_optimizer(config, images)
+    return plan
 
 
 def _check_batch(config: Config, ranks: int) -> None:
@@ -72,18 +83,43 @@ def _check_score(config: Config, images: sources.Summary) -> None:
     if not settings.every:
         return
     held, trained = images.heldout_count, images.train_count
-    if settings.count is not None and settings.count > min(held, trained):
+    count = settings.count or min(held, trained)
+    if not 4 <= count <= min(held, trained):
         raise ConfigError(
-            f"score.count: {settings.count}, but the data has {held} held-out and {trained} training images; "
-            f"use {min(held, trained)} at most"
+            f"score.count: {count} images cannot be scored against {held} held-out and {trained} training ones; "
+            f"use 4 to {min(held, trained)}, or score.every 0"
         )
-    if settings.extractor is not None:
-        from eval import extractors  # imports torch
+    import torch
 
+    from eval import extractors
+
+    blank = torch.zeros((1, images.channels, images.image_size, images.image_size), dtype=torch.uint8)
+    try:
+        extractors.load(settings.extractor or default_extractor(config.data.source), settings.weights)(blank)
+    except (ValueError, TypeError, OSError) as error:
+        raise ConfigError(f"score.extractor: {error}") from None
+
+
+def _check_devices(config: Config) -> None:
+    from dit_train.parallel.mesh import choose_device_type
+
+    choose_device_type(config.parallel)
+
+
+def _check_optimizer(config: Config, images: sources.Summary) -> None:
+    """Build the optimizer for a model without memory, whose options it then checks itself."""
+    import torch
+
+    from dit_train.model.dit import DiT
+    from dit_train.run import optimizer
+
+    with torch.device("meta"):
+        shape = {"channels": images.channels, "image_size": images.image_size, "num_classes": images.num_classes}
+        model = DiT(config.model, **shape)
         try:
-            extractors.load(settings.extractor, settings.weights)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"score.extractor: {error}") from None
+            optimizer.build(config.optimizer, model)
+        except ValueError as error:
+            raise ConfigError(f"optimizer: {error}") from None
 
 
 def _check_folder(folder: Path) -> None:
@@ -91,9 +127,13 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(f"run.folder: {folder} is a file; name a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.yaml").is_file():
         raise ConfigError(f"run.folder: {folder} holds other files; name a new or empty folder")
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ConfigError(f"run.folder: {folder} cannot be made, since {nearest} is no folder that may be written to")
 
 
-def _fixed_settings(config: Config) -> dict[str, Any]:
+def _fixed_settings(config: Config, images: sources.Summary) -> dict[str, Any]:
+    """What a resume may not change, and what it resolves to: the same folder may hold other images by then."""
     flat: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:
@@ -105,7 +145,8 @@ def _fixed_settings(config: Config) -> dict[str, Any]:
 
     walk("", overlays.to_dict(config))
     del flat["data.path"]  # the same images may have moved
-    return flat
+    counts = {key: getattr(images, key) for key in ("num_classes", "train_count", "heldout_count")}
+    return flat | {f"data ({key})": value for key, value in counts.items()}
 
 
 def _check_unchanged(latest: Checkpoint, fixed: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ whose scores were not taken alike are refused.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -22,9 +23,10 @@ from dit_train.run import metrics
 
 _ALIKE = (
     "metric protocol n_gen n_ref extractor weights_sha256 resize reference_sha256 sampler guidance sample_seed labels "
-    "weights compute_dtype"
+    "weights compute_dtype ranks"
 ).split()
 """Fields of a score that must agree before two may stand in one table."""
+_SECTIONS = ("model", "data", "objective", "schedule", "train")
 _WARM_UP = 10
 """Steps left out of the times."""
 
@@ -66,6 +68,8 @@ def read(folder: Path) -> Finished:
     if not scores or not losses:
         raise Incomparable(f"{folder}: no scores yet; train it with score.every above 0")
     config = yaml.safe_load((folder / "config.yaml").read_text())
+    if scores[-1]["step"] != config["train"]["steps"]:
+        raise Incomparable(f"{folder}: not finished, scored last at step {scores[-1]['step']}; run its command again")
     return Finished(folder, config, metrics.read(folder / "metrics.jsonl"), scores, losses)
 
 
@@ -77,21 +81,22 @@ def check_alike(runs: Sequence[Finished]) -> None:
             ours, theirs = first.scores[-1].get(field), run.scores[-1].get(field)
             if ours != theirs:
                 raise Incomparable(f"{first.folder} has {field} {ours!r} but {run.folder} has {theirs!r}")
-        for section in ("model", "data", "train"):
+        if first.losses[-1]["heldout_count"] != run.losses[-1]["heldout_count"]:
+            raise Incomparable(f"{first.folder} and {run.folder} took the held-out loss on different numbers of images")
+        for section in _SECTIONS:
             if {**first.config[section], "path": None} != {**run.config[section], "path": None}:
                 raise Incomparable(f"{first.folder} and {run.folder} differ in section '{section}' of config.yaml")
 
 
-def table(runs: Sequence[Finished]) -> str:
-    """A Markdown table, a row a run, and the floor."""
+def table(runs: Sequence[Finished], *, costs: bool = True) -> str:
+    """A Markdown table, a row a run, and the floor; `costs` adds time and bytes of a step."""
     metric, last = runs[0].scores[-1]["metric"], runs[0].scores[-1]
-    rows = [
-        ["optimizer", "lr", f"best {metric}", f"final {metric}", "final KID x1e3", "held-out loss", "optimizer ms",
-         "step ms", "wire kB/step"],
-        *map(_row, runs),
-        ["floor (real)", "", f"{last['floor']:.1f}", f"{last['floor']:.1f}", f"{1e3 * last['floor_kid']:.2f}", "", "",
-         "", ""],
-    ]  # fmt: skip
+    head = ["optimizer", "lr", f"best {metric}", f"final {metric}", "final KID", "held-out loss"]
+    floor = ["floor (real)", "", f"{last['floor']:.1f}", f"{last['floor']:.1f}", f"{last['floor_kid']:.2f}", ""]
+    rows = [head, *map(_quality, runs), floor]
+    if costs:
+        added = [["optimizer ms", "step ms", "wire kB/step"], *map(_costs, runs), [""] * 3]
+        rows = [row + more for row, more in zip(rows, added, strict=True)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
@@ -100,21 +105,36 @@ def table(runs: Sequence[Finished]) -> str:
     return "\n".join(lines)
 
 
-def _row(run: Finished) -> list[str]:
+def _quality(run: Finished) -> list[str]:
     best = min(run.scores, key=lambda row: row["value"])
-    final = run.scores[-1]
-    timed = run.steps[_WARM_UP:] or run.steps
+    final, loss = run.scores[-1], run.losses[-1]["heldout_loss"]
     return [
         run.name,
         f"{run.config['optimizer']['lr']:g}",
         f"{best['value']:.1f} at {best['step']}",
         f"{final['value']:.1f}",
-        f"{1e3 * final['kid']:.2f} ± {1e3 * final['kid_standard_error']:.2f}",
-        f"{run.losses[-1]['heldout_loss']:.4f}",
-        f"{statistics.median(row['optimizer_ms'] for row in timed):.1f}",
-        f"{statistics.median(row['step_ms'] for row in timed):.1f}",
+        f"{final['kid']:.2f} ± {final['kid_standard_error']:.2f}",
+        "diverged" if loss is None else f"{loss:.4f}",
+    ]
+
+
+def _costs(run: Finished) -> list[str]:
+    return [
+        f"{_per_step(run, 'optimizer_ms'):.1f}",
+        f"{_per_step(run, 'step_ms'):.1f}",
         f"{statistics.fmean(row['wire_bytes'] for row in run.steps) / 1e3:.1f}",
     ]
+
+
+def _per_step(run: Finished, key: str) -> float:
+    """Mean over a period of the medians of its steps: refreshes count as often as they come, hiccups do not."""
+    period = run.config["optimizer"].get("period", 1)
+    timed = run.steps[_WARM_UP:] or run.steps
+    medians = []
+    for phase in range(period):
+        values = [row[key] for row in timed if row["step"] % period == phase]
+        medians += [statistics.median(values)] if values else []
+    return statistics.fmean(medians)
 
 
 def draw_curves(runs: Sequence[Finished], path: Path) -> None:
@@ -129,7 +149,8 @@ def draw_curves(runs: Sequence[Finished], path: Path) -> None:
         scores = [row["value"] for row in run.scores]
         steps.plot([row["step"] for row in run.scores], scores, "o-", label=run.name)
         seconds.plot([row["train_seconds"] for row in run.scores], scores, "o-", label=run.name)
-        loss.plot([row["step"] for row in run.losses], [row["heldout_loss"] for row in run.losses], "-", label=run.name)
+        losses = [math.nan if row["heldout_loss"] is None else row["heldout_loss"] for row in run.losses]
+        loss.plot([row["step"] for row in run.losses], losses, "-", label=run.name)
     metric, floor = runs[0].scores[-1]["metric"], runs[0].scores[-1]["floor"]
     for axes, text in ((steps, "step"), (seconds, "training seconds")):
         axes.axhline(floor, color="grey", linestyle=":", label="floor: real images")

@@ -17,10 +17,10 @@ find_python() {
 
 install() {
     local extras=$1 stamp=".venv/installed$1" wanted python
-    if [ ! -x "$PYTHON" ]; then
+    if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then # missing, or left half made
         python=$(find_python)
         echo "making .venv with $("$python" --version)"
-        "$python" -m venv .venv
+        "$python" -m venv --clear .venv
     fi
     wanted=$(cksum <pyproject.toml)
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then

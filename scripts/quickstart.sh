@@ -19,7 +19,8 @@ esac
 
 install ""
 # one rank a GPU (a power of two of them, to divide the batch), else two on the CPU
-ranks=$(command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null | wc -l || echo 0)
+ranks=0
+if command -v nvidia-smi >/dev/null; then ranks=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())'); fi
 if [ "$ranks" -eq 0 ]; then ranks=2; fi
 while [ $((128 % ranks)) -ne 0 ]; do ranks=$((ranks - 1)); done
 

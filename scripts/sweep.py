@@ -13,16 +13,18 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import compare
 
 from dit_train import overlays
-from dit_train.config import ConfigError
+from dit_train.config import Config, ConfigError
 from dit_train.run import metrics
 from dit_train.run.tracking import clock
 
@@ -44,8 +46,10 @@ class Sweep:
     def run(self, optimizer: str, lr: float) -> float:
         """Train one run (or find it done); its final held-out loss, infinity if it diverged."""
         folder = self.folder(optimizer, lr)
+        overrides = ["--optimizer.lr", repr(lr), "--run.folder", str(folder), "--run.tensorboard", "false"]
+        self._check_folder(folder, overlays.read([*self.base, optimizer], overrides))
         command = [sys.executable, "-m", "dit_train", "launch", "--ranks", str(self.ranks), *self.base, optimizer]
-        command += ["--optimizer.lr", repr(lr), "--run.folder", str(folder), "--run.tensorboard", "false"]
+        command += overrides
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         if done.returncode:
@@ -53,6 +57,11 @@ class Sweep:
         losses = [row for row in metrics.read(folder / "scores.jsonl") if row["kind"] == "held-out"]
         loss = losses[-1]["heldout_loss"]
         return loss if loss is not None else math.inf
+
+    def _check_folder(self, folder: Path, wanted: Config) -> None:
+        """A run that was made with other settings must not pass for this one."""
+        if (folder / "config.yaml").is_file() and overlays.read([folder / "config.yaml"]) != wanted:
+            raise ConfigError(f"{folder} was trained with other settings; name another --out")
 
 
 def grow(measure: Callable[[Sequence[float]], list[float]], start: float, factor: float) -> dict[float, float]:
@@ -70,17 +79,24 @@ def grow(measure: Callable[[Sequence[float]], list[float]], start: float, factor
 def sweep_all(sweep: Sweep, optimizers: Sequence[str]) -> dict[str, dict[float, float]]:
     """The losses of each optimizer; runs of all optimizers share the job slots."""
     start = time.perf_counter()
+    failed = threading.Event()
     with ThreadPoolExecutor(sweep.jobs) as slots, ThreadPoolExecutor(len(optimizers)) as growers:
 
-        def one(optimizer: str) -> dict[float, float]:
-            def measure(lrs: Sequence[float]) -> list[float]:
-                losses = list(slots.map(lambda lr: sweep.run(optimizer, lr), lrs))
-                for lr, loss in zip(lrs, losses, strict=True):
-                    spent = clock(time.perf_counter() - start)
-                    print(f"{Path(optimizer).stem}  lr {lr:.4g}  held-out loss {loss:.4f}  after {spent}", flush=True)
-                return losses
+        def measure(optimizer: str, lr: float) -> float:
+            if failed.is_set():
+                raise RuntimeError("another run failed")
+            try:
+                loss = sweep.run(optimizer, lr)
+            except BaseException:
+                failed.set()
+                raise
+            spent = clock(time.perf_counter() - start)
+            print(f"{Path(optimizer).stem}  lr {lr:.4g}  held-out loss {loss:.4f}  after {spent}", flush=True)
+            return loss
 
-            return grow(measure, overlays.read([*sweep.base, optimizer]).optimizer.lr, sweep.factor)
+        def one(optimizer: str) -> dict[float, float]:
+            first = overlays.read([*sweep.base, optimizer]).optimizer.lr
+            return grow(lambda lrs: list(slots.map(partial(measure, optimizer), lrs)), first, sweep.factor)
 
         return dict(zip(optimizers, growers.map(one, optimizers), strict=True))
 
@@ -118,7 +134,8 @@ def main() -> int:
         return 2
     best = {name: min(found, key=found.__getitem__) for name, found in losses.items()}
     runs = [compare.read(sweep.folder(name, lr)) for name, lr in best.items()]
-    text = f"{loss_table(losses)}\n\n{compare.table(runs)}\n"
+    # times and bytes are left out: the runs shared the cores
+    text = f"{loss_table(losses)}\n\n{compare.table(runs, costs=False)}\n"
     (arguments.out / "sweep.md").write_text(text)
     compare.draw_curves(runs, arguments.out / "comparison.png")
     compare.draw_samples(runs, arguments.out / "samples.png")

@@ -67,7 +67,38 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
 def test_a_binary_file_is_refused(tmp_path):
     path = tmp_path / "picture.yaml"
     path.write_bytes(bytes(range(256)))
-    assert "not valid YAML" in refusal(files=[path])
+    assert "cannot be read as YAML" in refusal(files=[path])
+
+
+def test_a_section_that_stands_twice_does_not_lose_its_first_half(tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("train: {steps: 5}\nmodel: {width: 64}\ntrain: {seed: 1}\n")
+    assert "'train' stands twice" in refusal(files=[path])
+
+
+@pytest.mark.parametrize("text", ["optimizer: [1]", "optimizer: {name: [a]}", "optimizer: muon"])
+def test_an_optimizer_that_is_no_section_is_refused(tmp_path, text):
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    refusal(files=[path])
+
+
+def test_a_number_beyond_all_floats_is_refused():
+    assert "expected a finite number" in refusal("--optimizer.lr", "9" * 400)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [["--optimizer.lr", "0.5", "--optimizer.name", "muon"], ["--optimizer.name", "muon", "--optimizer.lr", "0.5"]],
+)
+def test_the_order_of_arguments_does_not_lose_a_setting(order):
+    assert overlays.read([], order).optimizer.lr == 0.5
+
+
+def test_naming_the_default_optimizer_keeps_what_is_set(tmp_path):
+    path = tmp_path / "lr.yaml"
+    path.write_text("optimizer: {lr: 0.5}\n")
+    assert overlays.read([path], ["--optimizer.name", "adamw"]).optimizer.lr == 0.5
 
 
 def test_a_missing_file_names_the_nearest_shipped_one():

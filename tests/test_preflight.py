@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from dit_train import overlays, preflight
 from dit_train.config import ConfigError
@@ -71,7 +72,28 @@ def test_an_inception_without_its_file(tmp_path):
 
 
 def test_more_scored_images_than_held_out(tmp_path):
-    assert "use 359 at most" in refusal(tmp_path, "--score.every", "5", "--score.count", "400")
+    assert "use 4 to 359" in refusal(tmp_path, "--score.every", "5", "--score.count", "400")
+    assert "use 4 to 359" in refusal(tmp_path, "--score.every", "5", "--score.count", "2")
+
+
+def test_an_extractor_of_other_images(tmp_path):
+    assert "score.extractor" in refusal(tmp_path, "--score.every", "5", "--score.extractor", "fashion-mnist-cnn")
+
+
+@pytest.mark.parametrize("arguments", [["--optimizer.block_grid", "0"], ["--optimizer.bucket_mib", "1e-9"]])
+def test_an_option_that_the_optimizer_refuses(tmp_path, arguments):
+    assert "optimizer: " in refusal(tmp_path, "--optimizer.name", "muon_bp", *arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(tmp_path):
+    assert "torch sees no GPU" in refusal(tmp_path, "--parallel.device", "cuda")
+
+
+def test_a_run_folder_below_a_file(tmp_path):
+    (tmp_path / "run").write_text("")
+    text = refusal(tmp_path, "--run.folder", str(tmp_path / "run" / "inner"))
+    assert "is no folder that may be written to" in text
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path):
@@ -132,6 +154,25 @@ def test_a_resume_that_would_be_another_model_shows_both_values(tmp_path, argume
     write_checkpoint(tmp_path, 10)
     text = refusal(tmp_path, *arguments)
     assert key in text and "was trained with" in text
+
+
+def test_a_resume_on_other_images_is_refused(tmp_path):
+    write_checkpoint(tmp_path, 10, **{"data (train_count)": 99})
+    assert "data (train_count): 1438, but" in refusal(tmp_path)
+
+
+def test_a_folder_of_ones_own_beside_the_checkpoints_is_none(tmp_path):
+    folder = write_checkpoint(tmp_path, 10)
+    (folder.parent / "step_0000090_best").mkdir()
+    assert plan(tmp_path).resume.state.step == 10
+
+
+def test_a_stop_before_the_last_evaluation_is_not_the_end(tmp_path):
+    folder = write_checkpoint(tmp_path, 10)
+    state = json.loads((folder / "state.json").read_text())
+    state["run"]["evaluated"] = False
+    (folder / "state.json").write_text(json.dumps(state))
+    assert not plan(tmp_path, "--train.steps", "10").finished
 
 
 def test_a_resume_may_change_length_and_rate(tmp_path):

@@ -43,7 +43,9 @@ def image_folder(config: DataConfig) -> Table:
 def decode(path: str, size: int) -> np.ndarray:
     """One image as [3, size, size] uint8. Raises `ConfigError` that names the file if it cannot be decoded."""
     with _opened(path) as image:
-        return np.asarray(centre_crop(to_rgb(image), size)).transpose(2, 0, 1)
+        image.load()
+        opened = image.copy()
+    return np.asarray(centre_crop(to_rgb(opened), size)).transpose(2, 0, 1)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from dit_train.run.rng import stream
+from dit_train.rng import stream
 
 
 def positions(seed: int, first: int, count: int, size: int) -> np.ndarray:

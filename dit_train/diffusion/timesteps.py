@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dit_train.config import ObjectiveConfig
-from dit_train.run.rng import stream
+from dit_train.rng import stream
 
 T_MIN = 1e-5
 """Times stay within [T_MIN, 1 − T_MIN]."""

@@ -50,21 +50,24 @@ def joined(config: ParallelConfig) -> Iterator[World]:
     device = torch.device(kind)
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        if device.index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"{device.index + 1} ranks on this host, but {torch.cuda.device_count()} GPUs; start one a GPU"
+            )
         torch.cuda.set_device(device)
     if dist.is_initialized():
         yield _world(device)
         return
     # gloo beside NCCL: agreements on the CPU and checkpoints need no GPU memory
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, device_id=device if kind == "cuda" else None)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield _world(device)
-        dist.barrier()  # gloo aborts now and then when a peer leaves while another still talks
-    finally:
-        dist.destroy_process_group()
+    yield _world(device)
+    # not after an error: the peers may sit in a collective, and NCCL would wait for them here
+    dist.barrier()  # gloo aborts now and then when a peer leaves while another still talks
+    dist.destroy_process_group()
 
 
 def _world(device: torch.device) -> World:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +23,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def measure(config: Config, data: Dataset, world: World) -> dict[str, float]:
     """Median milliseconds of a forward and backward of the real sharded model in each dtype, slowest rank's."""
-    return {name: _time(_trial_step(config, data, world, dtype), world) for name, dtype in DTYPES.items()}
+    times = {}
+    for name in ("bf16", "fp32"):  # the smaller one first: it may be the only one that fits
+        times[name] = _time(lambda name=name: _trial_step(config, data, world, DTYPES[name]), world)
+        gc.collect()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return times
 
 
 def _trial_step(config: Config, data: Dataset, world: World, dtype: torch.dtype) -> Callable[[], None]:
@@ -43,15 +51,19 @@ def _trial_step(config: Config, data: Dataset, world: World, dtype: torch.dtype)
     return step
 
 
-def _time(step: Callable[[], None], world: World) -> float:
+def _time(make_step: Callable[[], Callable[[], None]], world: World) -> float:
+    """Median of the slowest rank, infinity where it does not fit into memory."""
     times = []
-    for _ in range(_WARM_UP + _TIMED):
-        dist.barrier()
-        start = time.perf_counter()
-        step()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
+    try:
+        step = make_step()
+        for _ in range(_WARM_UP + _TIMED):
+            start = time.perf_counter()
+            step()
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+    except torch.OutOfMemoryError:
+        times = [math.inf] * (_WARM_UP + 1)
     slowest = torch.tensor(statistics.median(times[_WARM_UP:]), device=world.device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dit_train import rng
 from dit_train.config import Config
 from dit_train.data import order
 from dit_train.data.sources import Dataset, to_model_range
 from dit_train.diffusion.objectives import interpolate, velocity
 from dit_train.diffusion.timesteps import draw_timesteps
-from dit_train.run import rng
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ The listing (`find_latest`) needs no torch, so that a refused resume is told bef
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ class RunState:
     """Updates left out since loss or gradient were not finite."""
     compute_dtype: str = ""
     """Precision of forward and backward, as configured or as ``auto`` chose."""
+    evaluated: bool = True
+    """Whether what was due after the last step (losses, scores, samples) was done before the save."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def find_latest(run: str | Path) -> Checkpoint | None:
     Raises:
         ConfigError: the newest committed checkpoint is damaged; nothing is changed.
     """
-    folders = sorted(path for path in folder_of(run).glob("step_*") if path.suffix != ".tmp")
+    folders = _committed(folder_of(run))
     return read(folders[-1]) if folders else None
 
 
@@ -102,7 +105,8 @@ def save(
     partial = final.with_suffix(".tmp")
     main = dist.get_rank() == 0
     if main:
-        shutil.rmtree(partial, ignore_errors=True)
+        for remains in folder_of(run).glob("step_*.tmp"):
+            shutil.rmtree(remains)
         partial.mkdir(parents=True)
     dist.barrier()
     dcp.save(_tensors(model, ema, optimizer), checkpoint_id=partial)
@@ -141,7 +145,14 @@ def _tensors(model: nn.Module, ema: EMA, optimizer: Optimizer) -> dict[str, Any]
     return tensors
 
 
+def _committed(folder: Path) -> list[Path]:
+    """Checkpoint folders that a save has committed, oldest first; a folder of another name is somebody's own."""
+    found = folder.glob("step_*")
+    return sorted(
+        (p for p in found if re.fullmatch(r"step_\d+", p.name)), key=lambda p: int(p.name.removeprefix("step_"))
+    )
+
+
 def _prune(folder: Path, keep: int) -> None:
-    complete = sorted(path for path in folder.glob("step_*") if path.suffix != ".tmp")
-    for old in complete[:-keep]:
-        shutil.rmtree(old)
+    for old in _committed(folder)[:-keep]:
+        shutil.rmtree(old.rename(old.with_suffix(".tmp")))  # a kill in between leaves no half checkpoint

@@ -12,18 +12,26 @@ from dit_train.parallel.shard import local, reshard
 
 
 class EMA:
-    """Averages ``ema ← decay·ema + (1 − decay)·weights`` in fp32, shard by shard, without communication."""
+    """Averages ``ema ← decay·ema + (1 − decay)·weights`` in fp32, shard by shard, without communication.
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay = decay
+    With `ramp` the decay of step t is min(decay, (1 + t) / (10 + t)), so that early and in short runs the average
+    spans about the last tenth of the steps and not the initial weights.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, *, ramp: bool = False) -> None:
+        self._decay, self._ramp = decay, ramp
         self.model = model
         self.weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
+    def decay(self, step: int) -> float:
+        """The decay of a step (0-based)."""
+        return min(self._decay, (1 + step) / (10 + step)) if self._ramp else self._decay
+
     @torch.no_grad()
-    def update(self) -> None:
-        """Move towards the model's present weights."""
+    def update(self, step: int) -> None:
+        """Move towards the model's present weights, those after step `step` (0-based)."""
         averages = [local(average) for average in self.weights.values()]
-        torch._foreach_lerp_(averages, self._present(), 1 - self.decay)
+        torch._foreach_lerp_(averages, self._present(), 1 - self.decay(step))
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 import eval.score
+from dit_train import preflight, rng
 from dit_train.data.sources import Dataset, Source
-from dit_train.run import rng, sampling
+from dit_train.run import sampling
 from dit_train.run.setup import Run
 from dit_train.run.validation import HeldOut
 from eval import extractors
@@ -21,11 +22,6 @@ LARGEST_DEFAULT_COUNT = 10_000
 """Images scored where ``score.count`` is null and more are held out."""
 FLOOR_DRAWS = 5
 """Draws of training images that the floor is the mean of, where they are few."""
-
-
-def default_extractor(source: str) -> str:
-    """The encoder that suits a data source: a classifier of the same images, or an ImageNet encoder."""
-    return {"digits": "digits-cnn", "fashion_mnist": "fashion-mnist-cnn"}.get(source, "efficientnet-lite0")
 
 
 class Evaluation:
@@ -81,7 +77,7 @@ class Scorer:
         data, device = run.data, run.world.device
         settings = run.config.score
         self._extractor = extractors.load(
-            settings.extractor or default_extractor(data.name), settings.weights, device=str(device)
+            settings.extractor or preflight.default_extractor(data.name), settings.weights, device=str(device)
         )
         self._batch = run.config.sample.batch
         self._count = settings.count or min(len(data.heldout), len(data.train), LARGEST_DEFAULT_COUNT)
@@ -101,17 +97,18 @@ class Scorer:
             record = eval.score.score(
                 images, torch.arange(self._count), self._reference, self._extractor, self._batch, progress=progress
             )
-        broken = torch.tensor(images.broken)
-        dist.all_reduce(broken)
+        broken = [images.broken] * run.world.size
+        dist.all_gather_object(broken, images.broken)
         return {
             **record,
             **self._floor,
-            "not_finite": broken.item(),
+            "not_finite": len(set().union(*broken)),
+            "ranks": run.world.size,
             "sampler": f"{settings.sampler}-{settings.steps}",
             "guidance": settings.guidance,
             "sample_seed": settings.seed,
             "labels": "of the reference images",
-            "weights": f"ema {run.config.train.ema_decay}",
+            "weights": f"ema {run.config.train.ema_decay}{' ramped' * run.config.train.ema_ramp}",
             "compute_dtype": run.state.compute_dtype,
         }
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dit_train import exits
 from dit_train.config import ConfigError
@@ -26,34 +26,50 @@ from dit_train.run.setup import Run, prepare
 def train(plan: Plan) -> int:
     """Train, or go on, to the last step; returns the exit code, on which all ranks agree unless one met bad input."""
     folder = plan.config.run.folder
+    if int(os.environ.get("RANK", 0)) == 0:
+        exits.forget(folder)
     try:
-        with joined(plan.config.parallel) as world, StopRequest() as stop:
+        with StopRequest() as stop, joined(plan.config.parallel) as world:
             run = prepare(plan, world)
-            finished = _train(run, stop)
+            with run.reporter:
+                finished = _train(run, stop)
             code = exits.DONE if finished else exits.STOPPED
             message = "done" if finished else f"stopped after step {run.state.step}; the same command goes on"
-            run.reporter.close(message)
+            run.reporter.say(message)
             if world.is_main:
                 exits.record(folder, code, message)
             return exits.of_rank(code)
     except ConfigError as error:
-        # met by this rank alone, for example an image that cannot be read: torchrun ends the others
-        exits.record(folder, exits.BAD_INPUT, str(error))
-        print(f"dit_train: {error}", file=sys.stderr, flush=True)
-        return exits.BAD_INPUT
+        return _leave(folder, error)
     except RuntimeError:
         if exits.recorded(folder) == exits.BAD_INPUT:
             return exits.BAD_INPUT  # a peer has left with bad input and said so; the broken collective is its echo
         raise
 
 
+def _leave(folder: str, error: ConfigError) -> int:
+    """Bad input that this rank met after the start, for example an unreadable image: torchrun ends the others.
+
+    Where all met it, one line is enough: whoever finds the code recorded keeps quiet.
+    """
+    if int(os.environ.get("RANK", 0)) != 0:
+        time.sleep(1)
+    if exits.recorded(folder) != exits.BAD_INPUT:
+        exits.record(folder, exits.BAD_INPUT, str(error))
+        print(f"dit_train: {error}", file=sys.stderr, flush=True)
+    return exits.BAD_INPUT
+
+
 def _train(run: Run, stop: StopRequest) -> bool:
     """Steps to the end, or until a rank is asked to stop; whether the end was reached."""
     config, state = run.config, run.state
     steps = config.train.steps
-    batches = Prefetcher(config, run.data, share(config.train.batch, run.world.rank, run.world.size))
+    slots = share(config.train.batch, run.world.rank, run.world.size)
+    batches = Prefetcher(config, run.data, slots)
     evaluation = Evaluation(run)
     optimizer_time = Stopwatch(run.world.device)
+    if not state.evaluated:  # stopped before what was due
+        evaluation.after_step()
     try:
         while state.step < steps:
             start = time.perf_counter()
@@ -61,14 +77,14 @@ def _train(run: Run, stop: StopRequest) -> bool:
             waited = time.perf_counter() - start
             loss, norm, stopping = _forward_backward(run, batch, stop)
             lr = _set_learning_rate(run)
-            if math.isfinite(loss) and math.isfinite(norm):
+            sound = math.isfinite(loss) and math.isfinite(norm)  # the same two numbers on all ranks
+            if sound:
                 with optimizer_time.running():
                     run.optimizer.step()
-                run.ema.update()
-            else:
-                state.skipped += 1  # all ranks see the same two numbers, so all skip
+                run.ema.update(state.step)
             run.optimizer.zero_grad(set_to_none=True)
             state.step += 1
+            state.skipped += not sound
             row: dict[str, Any] = {
                 "step": state.step,
                 "images": state.step * config.train.batch,
@@ -76,17 +92,21 @@ def _train(run: Run, stop: StopRequest) -> bool:
                 "lr": lr,
                 "grad_norm": norm,
                 "optimizer_ms": optimizer_time.milliseconds(),
-                "wire_bytes": run.optimizer.wire_bytes,
+                "wire_bytes": run.optimizer.wire_bytes if sound else 0,
                 "data_wait_ms": 1e3 * waited,
                 "skipped": state.skipped,
             }
             seconds = time.perf_counter() - start
             state.train_seconds += seconds
             run.reporter.step({**row, "step_ms": 1e3 * seconds, "train_seconds": state.train_seconds})
-            evaluation.after_step()
+            if not sound and state.skipped.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
+                run.reporter.say(f"loss or gradient of step {state.step} not finite; {state.skipped} updates skipped")
+            if not stopping:
+                evaluation.after_step()
+            state.evaluated = not stopping
             if stopping or state.step == steps or state.step % config.run.checkpoint_every == 0:
                 save(run)
-            if stopping and state.step < steps:
+            if stopping:
                 return False
         return True
     finally:
@@ -131,5 +151,4 @@ def save(run: Run) -> None:
         fixed=run.plan.fixed,
         keep=run.config.run.keep_checkpoints,
     )
-    dist.barrier()
     run.reporter.say(f"saved {folder} in {time.perf_counter() - start:.1f} s")

@@ -56,7 +56,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._span: tuple[Any, Any] = (0.0, 0.0)
+        self._span: tuple[Any, Any] | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -68,8 +68,10 @@ class Stopwatch:
             self._span = (start, self._now())
 
     def milliseconds(self) -> float:
-        """Length of the last span; on a GPU waits for its end."""
-        start, end = self._span
+        """Length of the span since the last call, 0 if there was none; on a GPU waits for its end."""
+        if self._span is None:
+            return 0.0
+        (start, end), self._span = self._span, None
         if not self._cuda:
             return 1e3 * (end - start)
         end.synchronize()

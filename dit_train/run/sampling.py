@@ -10,11 +10,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from dit_train import rng
 from dit_train.config import Config
 from dit_train.data.sources import Dataset
 from dit_train.diffusion.guidance import guided
 from dit_train.diffusion.samplers import SAMPLERS
-from dit_train.run import rng
 from eval.generate import generate, quantize
 from eval.ranks import gather
 
@@ -22,7 +22,8 @@ from eval.ranks import gather
 class Sampler:
     """``sampler(indices int64 [N]) -> uint8 [N, C, H, W]``, where sample i has class ``labels(i)``.
 
-    A diverged model must not end its run: values that are not finite become black, and `broken` counts such samples.
+    A diverged model must not end its run: values that are not finite become black, and `broken` holds the indices of
+    such samples.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Sampler:
         self._settings, self._model, self._device, self._labels = config.sample, model, device, labels
         self._shape = (data.channels, data.image_size, data.image_size)
         self._null_label = data.num_classes
-        self.broken = 0
+        self.broken: set[int] = set()
 
     def __call__(self, indices: Tensor) -> Tensor:
         """Samples by global index."""
@@ -45,7 +46,8 @@ class Sampler:
         labels = self._labels(indices).to(self._device)
         velocity = guided(self._model, labels, self._null_label, settings.guidance)
         samples = SAMPLERS[settings.sampler](velocity, noise, settings.steps)
-        self.broken += int((~samples.isfinite()).flatten(1).any(1).sum())
+        finite = samples.isfinite().flatten(1).all(1).cpu()
+        self.broken |= set(indices[~finite].tolist())
         return quantize(samples.nan_to_num(-1, -1, -1)).cpu()
 
 

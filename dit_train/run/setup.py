@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import optimizers
 from dit_train import exits, overlays
-from dit_train.config import Config
+from dit_train.config import Config, ConfigError
 from dit_train.data import sources
 from dit_train.data.sources import Dataset
 from dit_train.model.dit import DiT
@@ -51,15 +51,19 @@ class Run:
 def prepare(plan: Plan, world: World) -> Run:
     """Build the run and load its newest checkpoint."""
     config = plan.config
+    _agree(plan, world)
     data = sources.load(config.data)
     state = plan.resume.state if plan.resume else RunState()
     dtype_note = _choose_dtype(config, data, world, state)
     dtype = precision.DTYPES[state.compute_dtype]
     model = shard.build(config.model, config.parallel, data, world, dtype, config.train.seed)
     model.train()
-    steps = optimizer.build(config.optimizer, model)
+    try:
+        steps = optimizer.build(config.optimizer, model)
+    except ValueError as error:  # for example a block_grid that these shards cut through
+        raise ConfigError(f"optimizer: {error}") from None
     peak_lrs = [group["lr"] for group in steps.param_groups]
-    ema = EMA(model, config.train.ema_decay)
+    ema = EMA(model, config.train.ema_decay, ramp=config.train.ema_ramp)
     if plan.resume:
         checkpoint.load(plan.resume, model, ema, steps)
     if world.is_main:
@@ -73,6 +77,23 @@ def prepare(plan: Plan, world: World) -> Run:
     if plan.resume:
         reporter.say(f"going on after step {state.step} from {plan.resume.folder}")
     return Run(plan, world, data, model, ema, steps, peak_lrs, state, reporter)
+
+
+def _agree(plan: Plan, world: World) -> None:
+    """Refuse to start where ranks read other configs or see other checkpoints, as on hosts that share no disk."""
+    mine = (overlays.dump(plan.config), str(plan.resume.state) if plan.resume else "no checkpoint")
+    theirs: list[tuple[str, str]] = [mine] * world.size
+    dist.all_gather_object(theirs, mine)
+    for rank, (config, resume) in enumerate(theirs):
+        if config != theirs[0][0]:
+            raise ConfigError(
+                f"rank {rank} has another config than rank 0; give all hosts the same files and arguments"
+            )
+        if resume != theirs[0][1]:
+            raise ConfigError(
+                f"run.folder: rank {rank} sees {resume} in {plan.config.run.folder}, rank 0 {theirs[0][1]}; "
+                "the run folder must lie on a disk that all hosts share"
+            )
 
 
 def _choose_dtype(config: Config, data: Dataset, world: World, state: RunState) -> str:
@@ -106,9 +127,14 @@ def _version() -> str:
 
 
 def _git_hash() -> str:
-    """The checkout's commit, with + where files differ from it; none outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=12"]
-    try:
+    """The checkout's commit, with + where files differ from it; none outside a checkout of this project."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # an environment may lie inside another repository
+        return git("describe", "--always", "--dirty=+", "--abbrev=12")
     except (OSError, subprocess.SubprocessError):
         return "none"

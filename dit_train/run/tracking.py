@@ -141,10 +141,11 @@ class Reporter:
         if self.enabled:
             self._progress.say(text)
 
-    def close(self, message: str) -> None:
-        """Say the last line and close everything."""
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self.enabled:
-            self._progress.say(message)
             self._progress.close()
             self._board.close()
             self._metrics.close()

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dit_train import rng
 from dit_train.config import Config
 from dit_train.data.sources import Dataset
 from dit_train.diffusion.objectives import velocity_loss
 from dit_train.diffusion.timesteps import evenly_spaced
 from dit_train.parallel.mesh import World
 from dit_train.parallel.shard import reshard
-from dit_train.run import rng
 from dit_train.run.batch import Batch, heldout
 
 

@@ -14,7 +14,7 @@ TINY = """
 model: {width: 32, depth: 2, heads: 2, patch: 2}
 data: {source: digits}
 schedule: {warmup_steps: 4}
-train: {steps: 20, batch: 12, ema_decay: 0.9, compute_dtype: fp32}
+train: {steps: 20, batch: 12, ema_decay: 0.9, ema_ramp: false, compute_dtype: fp32}
 sample: {steps: 2, grid: 0}
 run: {log_every: 100, validate_every: 10, validate_count: 31, checkpoint_every: 10, tensorboard: false}
 """

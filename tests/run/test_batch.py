@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dit_train import overlays
+from dit_train import overlays, rng
 from dit_train.data import sources
-from dit_train.run import rng
 from dit_train.run.batch import Prefetcher, draw, share
 
 CONFIG = overlays.read([], ["--train.batch", "24", "--model.label_dropout", "0.3"])

@@ -13,7 +13,7 @@ def test_the_average_moves_by_one_minus_decay_in_fp32():
     start = model.weight.detach().clone()
     with torch.no_grad():
         model.weight += 1
-    ema.update()
+    ema.update(0)
     assert ema.weights["weight"].dtype == torch.float32
     assert torch.allclose(ema.weights["weight"] - start, torch.full((2, 2), 1e-4), rtol=1e-2)
 
@@ -38,3 +38,10 @@ def test_the_average_does_not_follow_the_model_by_reference():
     with torch.no_grad():
         model.weight.add_(1)
     assert torch.equal(ema.weights["weight"], before)
+
+
+def test_the_ramp_keeps_initial_weights_out_of_a_short_run():
+    ema = EMA(nn.Linear(1, 1), 0.9999, ramp=True)
+    assert ema.decay(0) == 0.1 and ema.decay(490) == 491 / 500
+    assert ema.decay(10**6) == 0.9999
+    assert EMA(nn.Linear(1, 1), 0.9999).decay(0) == 0.9999

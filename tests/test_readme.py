@@ -1,0 +1,54 @@
+"""What the README tells a person to type works as it stands there."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def run(folder: Path, block: str, *command: str) -> str:
+    script = folder / "train.py"
+    script.write_text(block)
+    done = subprocess.run(
+        [sys.executable, *command, str(script)], cwd=folder, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.long
+def test_an_optimizer_alone_under_torchrun(tmp_path):
+    block = next(block for block in BLOCKS if "fully_shard" in block)
+    shown = run(tmp_path, block, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    sent = [int(count) for count in re.findall(r"^\d+ (\d+) bytes sent", shown, re.MULTILINE)]
+    assert len(sent) == 20 and sum(count > 0 for count in sent) == 8  # steps 0, 3, 6, 9 on both ranks
+    assert "periodic_row_muon" in shown
+
+
+@pytest.mark.long
+def test_an_optimizer_under_accelerate(tmp_path):
+    block = next(block for block in BLOCKS if "accelerate" in block)
+    shown = run(tmp_path, block, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
+    assert shown.splitlines().count("done") == 1
+
+
+def test_every_file_that_the_readme_names_exists():
+    named = set(re.findall(r"(?:configs|scripts|docs|optimizers)/[\w./-]+\.\w+", README))
+    assert len(named) > 8
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
+
+
+def test_every_setting_that_the_readme_names_exists():
+    from dit_train import overlays
+
+    flags = set(re.findall(r"--((?:optimizer|data|run|score|train)\.\w+)", README)) - {"section.key"}
+    assert len(flags) > 5
+    for flag in flags:
+        section, key = flag.split(".")
+        assert key in overlays.to_dict(overlays.read([]))[section], flag
