@@ -38,6 +38,7 @@ class Sweep:
     ranks: int
     jobs: int
     factor: float
+    start: float | None
 
     def folder(self, optimizer: str, lr: float) -> Path:
         """Where a run lives."""
@@ -95,7 +96,7 @@ def sweep_all(sweep: Sweep, optimizers: Sequence[str]) -> dict[str, dict[float, 
             return loss
 
         def one(optimizer: str) -> dict[float, float]:
-            first = overlays.read([*sweep.base, optimizer]).optimizer.lr
+            first = sweep.start or overlays.read([*sweep.base, optimizer]).optimizer.lr
             return grow(lambda lrs: list(slots.map(partial(measure, optimizer), lrs)), first, sweep.factor)
 
         return dict(zip(optimizers, growers.map(one, optimizers), strict=True))
@@ -116,17 +117,16 @@ def main() -> int:
     """Sweep, then print both tables and write the pictures of the best runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", nargs="+", help="config files that all runs share")
-    parser.add_argument(
-        "--optimizer", action="append", required=True, metavar="FILE", help="its lr is the grid's start"
-    )
+    parser.add_argument("--optimizer", action="append", required=True, metavar="FILE", help="may be given repeatedly")
+    parser.add_argument("--start", type=float, help="middle of the first three rates (default: each file's lr)")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of each run (default 1)")
     parser.add_argument("--jobs", type=int, default=max(1, os.cpu_count() or 1), help="runs at a time (default: cores)")
     parser.add_argument("--factor", type=float, default=2.0, help="ratio of neighbouring rates (default 2)")
     arguments = parser.parse_args()
-    if arguments.factor <= 1 or arguments.ranks < 1 or arguments.jobs < 1:
-        parser.error("--factor must be above 1, --ranks and --jobs at least 1")
-    sweep = Sweep(arguments.base, arguments.out, arguments.ranks, arguments.jobs, arguments.factor)
+    if arguments.factor <= 1 or arguments.ranks < 1 or arguments.jobs < 1 or (arguments.start or 1) <= 0:
+        parser.error("--factor must be above 1, --ranks and --jobs at least 1, --start above 0")
+    sweep = Sweep(arguments.base, arguments.out, arguments.ranks, arguments.jobs, arguments.factor, arguments.start)
     try:
         losses = sweep_all(sweep, arguments.optimizer)
     except (ConfigError, RuntimeError) as error:

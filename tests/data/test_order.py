@@ -5,7 +5,7 @@ import pytest
 
 from dit_train.data import order
 from dit_train.data.order import positions
-from dit_train.run.rng import stream
+from dit_train.rng import stream
 
 
 def test_each_epoch_holds_each_image_once_in_an_order_of_its_own():
