@@ -36,12 +36,12 @@ def kid(
     size = min(subset_size, n // 2)
     if size < 2 or subsets < 2:
         raise ValueError(f"KID needs 4 images a side and 2 subsets of size 2, got n={n}, {subsets} subsets of {size}")
-    a, b = features_a.double(), features_b.to(features_a.device).double()
+    a, b = features_a, features_b.to(features_a.device)
     if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
         raise ValueError("features hold NaN or infinity")
     generator = torch.Generator().manual_seed(seed)
     draw = [[torch.randperm(len(x), generator=generator)[:size].to(x.device) for x in (a, b)] for _ in range(subsets)]
-    values = torch.stack([mmd2(a[rows_a], b[rows_b]) for rows_a, rows_b in draw])
+    values = torch.stack([mmd2(a[rows_a].double(), b[rows_b].double()) for rows_a, rows_b in draw])
     return values.mean().item(), values.std().item() * (size / (n - size)) ** 0.5
 
 

@@ -12,8 +12,8 @@ from eval.frechet import frechet
 from eval.generate import Images, generate
 from eval.kernel import kid
 from eval.ranks import communication_device, gather, world
-from eval.references import Reference
-from eval.statistics import GaussianStats
+from eval.references import Reference, check_range
+from eval.statistics import GaussianStats, fp64_device
 
 KID_SUBSETS = 100
 KID_SUBSET_SIZE = 1000
@@ -35,6 +35,10 @@ def score(
     in the order of their indices before anything is summed. It holds what makes a number comparable: names, counts,
     hashes, resize, KID's seed. The caller adds what it alone knows, such as sampler, guidance and EMA.
 
+    The distances are computed by rank 0 on the extractor's device (``mps`` has no fp64: on the CPU); where that fails,
+    every rank raises the same error. What ``images`` or the extractor raises on one rank alone, for example for want
+    of memory, is raised there while the others wait in a collective: let it end the process, and torchrun ends them.
+
     Args:
         images: int64 indices [B] to uint8 images [B, C, H, W].
         indices: int64 [n], n equal to ``len(reference)``: a Fréchet distance is biased by about 1/n.
@@ -49,11 +53,14 @@ def score(
         JSON values; ``value`` is the Fréchet distance, ``kid`` and ``kid_standard_error`` are unscaled.
 
     Raises:
-        ValueError: n differs, the reference is of another extractor or image size, features are not finite.
+        ValueError: n differs, the reference is of another extractor or image size, features are not finite; on
+            every rank alike.
+        RuntimeError: rank 0 could not compute the distances; on every rank alike.
     """
     _check_match(reference, extractor, len(indices))
     features, order = _features(images, indices, reference, extractor, batch_size, group, progress)
-    value, kid_mean, kid_error = _distances(features, reference, seed, group)
+    _check_finite(features, order)
+    value, kid_mean, kid_error = _distances(features, reference, fp64_device(extractor.device), seed, group)
     return {
         "protocol": "small",
         "metric": score_name(extractor.name, len(features)),
@@ -73,6 +80,7 @@ def score(
         "extractor": extractor.name,
         "weights_sha256": extractor.weights_sha256,
         "resize": extractor.resize,
+        "extractor_device": extractor.device.type,
         "reference": reference.name,
         "reference_sha256": reference.images_sha256,
         "torch": str(torch.__version__),
@@ -100,8 +108,9 @@ def floor(
         seed: of the draw and of KID's subsets.
 
     Raises:
-        ValueError: fewer training images than the reference holds, or as in ``score``.
+        ValueError: fewer training images than the reference holds, or 0..1 instead of 0..255, or as in ``score``.
     """
+    check_range(train_images, "training images")
     if len(train_images) < len(reference):
         raise ValueError(f"{len(train_images)} training images, but the floor needs {len(reference)} as the reference")
     draw = torch.randperm(len(train_images), generator=torch.Generator().manual_seed(seed))[: len(reference)]
@@ -131,28 +140,50 @@ def _features(
     progress: Callable[[int, int], None] | None,
 ) -> tuple[Tensor, Tensor]:
     """Features [n, d] of all ranks' images in the order of their indices [n]."""
-    done = [torch.empty(0, dtype=torch.int64)]
-    rows = [torch.empty(0, extractor.num_features)]
-    for batch, made in generate(images, indices, batch_size, group, progress):
+
+    def checked(chosen: Tensor) -> Tensor:
+        made = images(chosen)  # checked here, where also a rank whose share has run out sees a wrong shape
         if tuple(made.shape[1:]) != reference.image_shape:
             raise ValueError(f"images are {list(made.shape[1:])}, the reference's {list(reference.image_shape)}")
+        return made
+
+    done = [torch.empty(0, dtype=torch.int64)]
+    rows = [torch.empty(0, extractor.num_features)]
+    for batch, made in generate(checked, indices, batch_size, group, progress):
         done.append(batch)
         rows.append(extractor(made).cpu())
     return gather(torch.cat(rows), torch.cat(done), group)
 
 
+def _check_finite(features: Tensor, order: Tensor) -> None:
+    """Every rank holds all features by now, so all raise or none does."""
+    bad = ~torch.isfinite(features).all(1)
+    if bad.any():
+        where = f"first of the image with index {int(order[bad][0])}"
+        raise ValueError(f"features of {int(bad.sum())} of {len(bad)} images hold NaN or infinity, {where}")
+
+
 def _distances(
-    features: Tensor, reference: Reference, seed: int, group: dist.ProcessGroup | None
+    features: Tensor, reference: Reference, device: torch.device, seed: int, group: dist.ProcessGroup | None
 ) -> tuple[float, float, float]:
-    """(Fréchet, KID, its standard error), computed by rank 0 and told to the others."""
-    stats = GaussianStats(features.shape[1])
-    stats.update(features)  # raises on NaN, and on every rank alike
+    """(Fréchet, KID, its standard error), computed by rank 0 on ``device`` and told to the others, failure included."""
     rank, ranks = world(group)
-    values = torch.zeros(3, dtype=torch.float64)
+    told: list[Any] = [None]
+    cause = None
     if rank == 0:
-        mean, error = kid(features, reference.features, KID_SUBSET_SIZE, KID_SUBSETS, seed)
-        values = torch.tensor([frechet(stats, reference.stats), mean, error], dtype=torch.float64)
+        try:
+            told = [_computed(features.to(device), reference, seed)]
+        except Exception as error:  # whatever it is, the others wait to hear of it
+            cause = error
+            told = [f"no distances: {type(error).__name__}: {str(error).partition(chr(10))[0]}"]
     if ranks > 1:
-        values = values.to(communication_device(group))
-        dist.broadcast(values, group=group, group_src=0)
-    return tuple(values.tolist())
+        dist.broadcast_object_list(told, group=group, device=communication_device(group), group_src=0)
+    if isinstance(told[0], str):
+        raise RuntimeError(told[0]) from cause
+    return told[0]
+
+
+def _computed(features: Tensor, reference: Reference, seed: int) -> tuple[float, float, float]:
+    stats = GaussianStats(features.shape[1], features.device)
+    stats.update(features)
+    return frechet(stats, reference.stats), *kid(features, reference.features, KID_SUBSET_SIZE, KID_SUBSETS, seed)

@@ -13,6 +13,12 @@ from torch import Tensor
 from eval.ranks import communication_device, world
 
 
+def fp64_device(device: str | torch.device) -> torch.device:
+    """``device``, or the CPU instead of ``mps``, which has no fp64."""
+    device = torch.device(device)
+    return torch.device("cpu") if device.type == "mps" else device
+
+
 class GaussianStats:
     """Number, sum and sum of outer products of feature vectors of length d.
 
@@ -21,7 +27,7 @@ class GaussianStats:
 
     Args:
         num_features: d.
-        device: where the sums lie; one with fp64, so not ``mps``.
+        device: where the sums lie; one with fp64, see ``fp64_device``.
         meta: what the features are of, as JSON values; travels with ``save`` and ``load``.
     """
 
@@ -32,6 +38,7 @@ class GaussianStats:
         self.outer = torch.zeros(num_features, num_features, dtype=torch.float64, device=device)
         self.meta = dict(meta or {})
         self._pooled = False
+        self._root: Tensor | None = None
 
     def update(self, features: Tensor) -> None:
         """Add features [N, d] of any float dtype and device; N may be 0.
@@ -46,6 +53,7 @@ class GaussianStats:
             raise ValueError("features hold NaN or infinity")
         if self._pooled:
             raise RuntimeError("these sums are pooled over all ranks already; start a new GaussianStats")
+        self._root = None
         x = features.to(self.sum.device).double()
         self.n += len(x)
         self.sum += x.sum(0)
@@ -55,6 +63,7 @@ class GaussianStats:
         """Add the sums of ``other``, which stays as it is."""
         if other.num_features != self.num_features:
             raise ValueError(f"cannot merge {other.num_features} features into {self.num_features}")
+        self._root = None
         self.n += other.n
         self.sum += other.sum.to(self.sum.device)
         self.outer += other.outer.to(self.outer.device)
@@ -72,6 +81,7 @@ class GaussianStats:
         self._pooled = True
         if world(group)[1] == 1:
             return
+        self._root = None
         count = self.sum.new_tensor([self.n])  # exact in fp64 up to 2^53
         packed = torch.cat((count, self.sum, self.outer.flatten())).to(communication_device(group))
         dist.all_reduce(packed, group=group)
@@ -94,6 +104,24 @@ class GaussianStats:
             raise ValueError(f"a covariance needs at least 2 feature vectors, got {self.n}")
         scatter = self.outer - torch.outer(self.sum, self.mean)
         return (scatter + scatter.T) / (2 * (self.n - 1))
+
+    @property
+    def root(self) -> Tensor:
+        """R, fp64 [d, rank], with R Rᵀ = covariance; directions whose variance is mere rounding are left out.
+
+        Kept until features are added, since its eigendecomposition is the dear part of a Fréchet distance.
+
+        Raises:
+            ValueError: n < 2, or the sums hold NaN or infinity.
+        """
+        if self._root is None:
+            covariance = self.covariance
+            if not torch.isfinite(covariance).all():
+                raise ValueError("the statistics hold NaN or infinity")
+            values, vectors = torch.linalg.eigh(covariance)
+            kept = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
+            self._root = vectors[:, kept] * values[kept].sqrt()
+        return self._root
 
     def save(self, path: str | Path, meta: dict[str, Any] | None = None) -> None:
         """Write ``mu``, ``sigma`` (the keys of the FID tools), ``n`` and ``meta`` as JSON to an ``.npz`` file.

@@ -124,3 +124,16 @@ def test_an_image_that_cannot_be_read_ends_all_ranks_with_its_name(tmp_path):
     shown = call(*launch_arguments(tmp_path / "run", *arguments))
     assert shown.returncode == 2, shown.stderr
     assert str(bad) in shown.stderr and exit_file(tmp_path / "run") == 2
+
+
+@pytest.mark.long
+def test_colour_images_are_scored_by_an_imagenet_encoder_without_torchrun(tmp_path):
+    folder = tmp_path / "run"
+    data = ["--data.source", "synthetic", "--data.image_size", "16", "--data.count", "60", "--data.classes", "3"]
+    arguments = [*SMALL, *data, "--train.steps", "2", "--score.every", "2", "--run.folder", str(folder)]
+    shown = call("configs/quickstart/base.yaml", *arguments, "--sample.guidance", "2", "--model.qk_norm", "true")
+    assert shown.returncode == 0, shown.stderr
+    score = next(row for row in map(json.loads, (folder / "scores.jsonl").open()) if row["kind"] == "score")
+    assert score["metric"] == "FD-efficientnet-lite0@128" and score["n_gen"] == score["n_ref"] == 12
+    assert 0 < score["floor"] < score["value"] and score["not_finite"] == 0 and score["ranks"] == 1
+    assert Image.open(folder / "samples" / "step_0000002.png").mode == "RGB"

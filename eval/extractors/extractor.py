@@ -43,7 +43,7 @@ class FeatureExtractor:
 
         Raises:
             TypeError: images are not a uint8 tensor.
-            ValueError: images have not the shape that the network takes, or hold 0..1 instead of 0..255.
+            ValueError: images have not the shape that the network takes.
         """
         self._check(images)
         with exact(self.device):
@@ -62,8 +62,6 @@ class FeatureExtractor:
         if not right_channels or any(want not in (None, got) for want, got in zip(size, images.shape[2:], strict=True)):
             wanted = f"[N, {'1 or 3' if channels == 3 else channels}, {', '.join(str(n or 'any') for n in size)}]"
             raise ValueError(f"{self.name} takes images of shape {wanted}, not {list(images.shape)}")
-        if images.numel() and images.max() == 1:
-            raise ValueError("the brightest pixel is 1: uint8 images must span 0..255, not 0..1")
 
 
 def load(name: str, weights: str | Path | None = None, device: str | torch.device = "cpu") -> FeatureExtractor:

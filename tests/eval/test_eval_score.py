@@ -1,9 +1,13 @@
+import json
+import warnings
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+import eval.score
 from dit_train.config import DataConfig
 from dit_train.data import sources
 from eval.extractors import load
@@ -61,11 +65,58 @@ def share_of(rank):
 
 def on_ranks():
     """What this rank finds among 2 of the 3 ranks, and among all."""
+    warnings.simplefilter("error", FutureWarning)
     pair = dist.new_group([0, 1])
-    found = {"all": in_group(None)}
+    found = {"all": in_group(None), "failures": failures()}
     if dist.get_rank() < 2:
         found["pair"] = in_group(pair)
     return found
+
+
+def no_convergence(a, b):
+    raise torch.linalg.LinAlgError("eigh did not converge\non this matrix")
+
+
+def failures():
+    """What this rank raises where a single one meets something bad. After each, all must be able to go on."""
+    extractor, first_images = load("digits-cnn"), torch.arange(BATCH)
+    reference = small_reference(extractor)
+    few = Reference.of(drawn(torch.arange(1000, 1000 + BATCH)), extractor, BATCH, "few")
+
+    def nan_for_image_12(images):
+        features = extractor(images)
+        features[(images == drawn([12])).flatten(1).all(1)] = float("nan")
+        return features
+
+    def dark_at_first(indices):
+        return torch.where((indices < BATCH)[:, None, None, None], 1, drawn(indices)).to(torch.uint8)
+
+    def error(*args):
+        try:
+            score(*args)
+        except Exception as raised:
+            return f"{type(raised).__name__}: {raised}"
+
+    found = {}
+    works, eval.score.frechet = eval.score.frechet, no_convergence  # only rank 0 comes to it
+    try:
+        found["linear algebra"] = error(drawn, torch.arange(N), reference, extractor, BATCH)
+    finally:
+        eval.score.frechet = works
+    found["nan"] = error(drawn, torch.arange(N), reference, Replaced(extractor, nan_for_image_12), BATCH)
+    found["shape"] = error(lambda i: drawn(i).repeat(1, 1, 2, 2), first_images, few, extractor, BATCH)
+    found["dark"] = error(dark_at_first, torch.arange(N), reference, extractor, BATCH)
+    return found
+
+
+class Replaced:
+    """An extractor that computes something else."""
+
+    def __init__(self, extractor, function):
+        self.__dict__.update(vars(extractor), function=function)
+
+    def __call__(self, images):
+        return self.function(images)
 
 
 def in_group(group):
@@ -99,7 +150,7 @@ def features_of(indices):
 @pytest.fixture(scope="module")
 def ranks():
     found = run(on_ranks, 3)
-    return {"pair": [f["pair"] for f in found[:2]], "all": [f["all"] for f in found]}
+    return {"pair": [f["pair"] for f in found[:2]]} | {name: [f[name] for f in found] for name in ("all", "failures")}
 
 
 @pytest.mark.parametrize("name", ["pair", "all"])
@@ -138,6 +189,77 @@ def test_the_record_does_not_depend_on_the_number_of_ranks(ranks, extractor, nam
         assert found["record"].keys() == alone.keys()
         for key, value in alone.items():
             assert found["record"][key] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value)
+
+
+@pytest.mark.parametrize(
+    ("failure", "error"),
+    [
+        ("linear algebra", "RuntimeError: no distances: _LinAlgError: eigh did not converge"),
+        ("nan", f"ValueError: features of 1 of {N} images hold NaN or infinity, first of the image with index 12"),
+        ("shape", "ValueError: images are [1, 16, 16], the reference's [1, 8, 8]"),
+        ("dark", None),
+    ],
+)
+def test_what_one_rank_meets_leaves_no_other_waiting(ranks, failure, error):
+    assert [found[failure] for found in ranks["failures"]] == [error] * 3
+
+
+def test_an_error_of_linear_algebra_is_the_same_alone(monkeypatch, extractor):
+    monkeypatch.setattr(eval.score, "frechet", no_convergence)
+    with pytest.raises(RuntimeError, match=r"eigh did not converge$") as raised:
+        score(drawn, torch.arange(N), small_reference(extractor), extractor, BATCH)
+    assert isinstance(raised.value.__cause__, torch.linalg.LinAlgError)
+
+
+def test_a_collapsed_model_gets_a_score_and_a_reference_of_zeros_and_ones_none(digits, reference, extractor):
+    train, held_out = digits
+    dark = torch.ones(len(held_out), 1, 8, 8, dtype=torch.uint8)
+    real = floor(train, reference, extractor, 128)
+    assert score(lambda i: dark[i], torch.arange(359), reference, extractor, 128)["value"] > real["value"]
+    with pytest.raises(ValueError, match=r"held out: the brightest pixel is 1, .* 0..255, not 0..1"):
+        Reference.of(held_out.clamp(max=1), extractor, 128, "held out")
+    with pytest.raises(ValueError, match="training images: the brightest pixel is 1"):
+        floor(train.clamp(max=1), reference, extractor, 128)
+    one_dark_batch = torch.cat((held_out.clamp(max=1)[:128], held_out[128:]))
+    assert len(Reference.of(one_dark_batch, extractor, 128, "some dark")) == 359
+
+
+def test_a_reference_is_summed_and_decomposed_once(monkeypatch, extractor):
+    calls, eigh = [], torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda x: calls.append(1) or eigh(x))
+    reference = small_reference(extractor)
+    first, second = (score(drawn, torch.arange(N), reference, extractor, BATCH) for _ in range(2))
+    assert first == second
+    assert reference.stats is reference.stats
+    assert len(calls) == 3
+
+
+def test_a_record_survives_json_and_says_where_features_were_computed(extractor):
+    record = score(drawn, torch.arange(N), small_reference(extractor), extractor, BATCH)
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+    assert (record["extractor_device"], record["batch_size"]) == ("cpu", BATCH)
+
+
+def test_nothing_that_torch_deprecates_is_called():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        warnings.simplefilter("error", DeprecationWarning)
+        extractor = load("digits-cnn")
+        score(drawn, torch.arange(N), small_reference(extractor), extractor, BATCH)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_scores_like_the_cpu_and_computes_distances_itself():
+    records = {}
+    for device in ("cpu", "cuda"):
+        extractor = load("digits-cnn", device=device)
+        reference = small_reference(extractor)
+        records[device] = score(drawn, torch.arange(N), reference, extractor, BATCH)
+        assert reference.stats.root.device.type == records[device]["extractor_device"] == device
+    near_zero = 0.01 * records["cpu"]["kid_standard_error"]
+    for name in ("value", "kid", "kid_standard_error"):
+        assert records["cuda"][name] == pytest.approx(records["cpu"][name], rel=1e-3, abs=near_zero)
 
 
 def test_distance_grows_with_blur_and_noise_and_starts_near_the_floor(digits, reference, extractor):

@@ -89,6 +89,27 @@ def test_a_large_mean_does_not_cancel_the_covariance():
     assert frechet(stats(x + 50), stats(y + 50)) == pytest.approx(exact, rel=1e-8)
 
 
+def test_the_root_of_a_reference_is_taken_once(monkeypatch):
+    calls, eigh = [], torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda x: calls.append(1) or eigh(x))
+    reference, x = stats(cloud(50, 8, 9)), cloud(50, 8, 10)
+    first = frechet(stats(x), reference)
+    assert frechet(stats(x), reference) == first
+    assert len(calls) == 3  # two sides, then only the new one
+
+
+def test_a_root_does_not_outlive_the_sums_it_was_taken_of():
+    x, y, z = cloud(50, 8, 11), cloud(50, 8, 12), cloud(50, 8, 13)
+    grown, merged = stats(x), stats(x)
+    for early in (grown, merged):
+        assert torch.allclose(early.root @ early.root.T, early.covariance)
+    grown.update(y)
+    merged.merge(stats(y))
+    for late in (grown, merged):
+        assert torch.allclose(late.root @ late.root.T, late.covariance)
+        assert frechet(late, stats(z)) == pytest.approx(frechet(stats(torch.cat((x, y))), stats(z)), rel=1e-9)
+
+
 def test_nan_and_unlike_lengths_raise():
     bad = exactly([0.0, float("nan")], torch.eye(2))
     with pytest.raises(ValueError, match="NaN"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval.statistics import GaussianStats
+from eval.statistics import GaussianStats, fp64_device
 
 
 def stats(*parts, d=6):
@@ -85,6 +85,11 @@ def test_pooling_twice_is_refused(x):
         s.all_reduce()
     with pytest.raises(RuntimeError, match="pooled"):
         s.update(x)
+
+
+def test_sums_never_lie_on_a_device_without_fp64():
+    assert fp64_device("mps") == torch.device("cpu")
+    assert fp64_device("cuda:1") == torch.device("cuda:1")
 
 
 def test_importing_eval_needs_neither_torch_nor_scipy_nor_the_trainer():

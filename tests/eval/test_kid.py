@@ -50,6 +50,11 @@ def test_standard_error_is_the_spread_over_fresh_images():
     assert 0.7 < errors.mean() / means.std() < 1.4
 
 
+def test_fp32_features_are_computed_in_fp64_although_only_subsets_are_converted():
+    x, y = cloud(60, 8, 10).float(), cloud(60, 8, 11, 0.3).float()
+    assert kid(x, y, subset_size=20) == kid(x.double(), y.double(), subset_size=20)
+
+
 def test_bad_features_raise():
     x = cloud(10, 4, 8)
     with pytest.raises(ValueError, match="one d"):
