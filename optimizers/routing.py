@@ -7,16 +7,21 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _ADAMW_NAMES = re.compile(
-    r"embed|modulation|ada_?ln|adanorm|^(final(_.*)?|.*_head|head|proj_out|classifier|unpatchify)$", re.IGNORECASE
+    r"embed|modulation|ada_?ln|adanorm|^norm(\d|_|$)|^time(_?step)?_(proj|mlp)|caption_projection", re.IGNORECASE
 )
-"""Parts of dotted names whose weights go to AdamW: embeddings of patches, positions, times and labels, modulation,
-and the output layer."""
+"""Parts of dotted names whose weights go to AdamW: embeddings of patches, positions, times, labels and captions, and
+modulation. A Linear inside a norm modulates it (diffusers' ``norm1.linear``, ``norm1_context``, ``norm_out``)."""
+
+_OUTPUT_NAMES = re.compile(r"^(final(_.*)?|.*_head|head|proj_out(_\d+)?|classifier|unpatchify)$", re.IGNORECASE)
+"""Parts that name the output layer, unless they lie inside a numbered layer: Flux's blocks have a hidden
+``single_transformer_blocks.0.proj_out`` beside the model's own ``proj_out``."""
 
 _MATRIX_MODULES = (nn.Linear, nn.Conv2d, nn.Conv3d)
 """Owners of matrices. nn.Conv1d is not among them: its 3-D weight would be read as a stack of matrices."""
@@ -108,8 +113,14 @@ def _is_matrix(model: nn.Module, name: str, p: Tensor) -> bool:
         p.ndim >= 2
         and attribute == "weight"
         and isinstance(model.get_submodule(path), _MATRIX_MODULES)
-        and not any(_ADAMW_NAMES.search(part) for part in path.split("."))
+        and not _is_special(path.split("."))
     )
+
+
+def _is_special(parts: Sequence[str]) -> bool:
+    """Whether the path of a module is that of an embedding, a modulation or the output layer."""
+    outside = takewhile(lambda part: not part.isdecimal(), parts)
+    return any(map(_ADAMW_NAMES.search, parts)) or any(map(_OUTPUT_NAMES.search, outside))
 
 
 def _tied(model: nn.Module) -> set[int]:

@@ -33,7 +33,13 @@ def adamw_(
     m, v = state["exp_avg"], state["exp_avg_sq"]
     grads = [g.to(x.dtype) for g, x in zip(grads, m, strict=True)]
     lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]
-    if weights[0].dtype == m[0].dtype and weights[0].device.type in ("cpu", "cuda"):
+    if weights[0].dtype.itemsize < m[0].dtype.itemsize:
+        # Rounded once, at the end: in 16 bit, decay and a small update would each be lost.
+        wide = [w.to(m[0].dtype) for w in weights]
+        adamw_(wide, state, grads, group)
+        torch._foreach_copy_(weights, wide)
+        return
+    if {weights[0].dtype} == {x.dtype for x in (*m, *v)} and weights[0].device.type in ("cpu", "cuda"):
         # torch's kernel does all that follows in one pass; it counts the steps itself, one tensor a weight.
         steps = list(torch.full((len(weights),), float(t - 1), device=weights[0].device).unbind())
         fused_adamw(

@@ -33,7 +33,7 @@ from ..engine.directions import block
 from ..engine.driver import Driver
 from ..engine.momentum import MomentumForm
 from ..engine.scaling import AdjustLr
-from ..orthogonal.coefficients import NS5, Coefficients
+from ..orthogonal.coefficients import NS5, AnyCoefficients
 
 MUON_BP = register(
     Algorithm(
@@ -60,7 +60,9 @@ class MuonBP(Driver):
         weight_decay: λ ≥ 0, decoupled, multiplied by the lr before ``adjust_lr_fn``.
         momentum: μ in [0, 1).
         nesterov: whether U looks one step ahead.
-        ns_coefficients, ns_steps, eps: of the Newton–Schulz iteration; eps is relative to the largest entry.
+        ns_coefficients: of the Newton–Schulz iteration: a triple, a sequence of triples, or a name of
+            ``orthogonal/coefficients.py``. ns_steps: iterations; None is the set's own length (5 for a triple).
+        eps: added to the Frobenius norm, relative to the largest entry.
         adjust_lr_fn: a(m, n): ``original`` √max(1, m/n), ``match_rms_adamw`` 0.2·√max(m, n),
             ``spectral_unclamped`` √(m/n).
         period: P ≥ 1, or ``math.inf`` to never refresh. phase: step t ≥ 0 is a refresh if (t − phase) mod P = 0.
@@ -87,9 +89,9 @@ class MuonBP(Driver):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: Coefficients = NS5,
+        ns_coefficients: AnyCoefficients = NS5,
         eps: float = 1e-7,
-        ns_steps: int = 5,
+        ns_steps: int | None = None,
         adjust_lr_fn: AdjustLr = "match_rms_adamw",
         *,
         period: int | float = 5,

@@ -26,7 +26,7 @@ MATRIX_OPTIONS: dict[str, Any] = {
     "nesterov": True,
     "ns_coefficients": NS5,
     "eps": 1e-7,
-    "ns_steps": 5,
+    "ns_steps": None,
     "adjust_lr_fn": "match_rms_adamw",
     "momentum_form": "ema",
     "ns_dtype": None,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..orthogonal.newton_schulz import compute_dtype, largest_entry, orthogonalise
+from ..orthogonal.newton_schulz import compute_dtype, largest_entry, orthogonalize_all
 from .scaling import row_scale, spectral_scale
 
 Grid = tuple[int, int]
@@ -22,7 +22,7 @@ Grid = tuple[int, int]
 
 @dataclass
 class Step:
-    """W_i ← W_i − η·factor_i·direction_i for every i."""
+    """W_i ← (1 − η·λ)·W_i − η·factor_i·direction_i for every i; the views W_i make up whole local shards."""
 
     weights: list[Tensor] = field(default_factory=list)
     directions: list[Tensor] = field(default_factory=list)
@@ -33,10 +33,15 @@ Direction = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[tuple[int, in
 """(weights, inputs, shapes of the whole matrices, group) -> Step. Weights and inputs are [rows, n] or [e, m, n]."""
 
 
+def iteration_dtype(options: Mapping[str, Any], weight: torch.dtype, device: torch.device) -> torch.dtype:
+    """dtype of the Newton–Schulz iterations, which depends on what this rank's hardware does natively."""
+    return compute_dtype(options["ns_dtype"], weight, device, options["ns_coefficients"])
+
+
 def orthogonalise_whole(matrices: Sequence[Tensor], options: Mapping[str, Any], weight: Tensor) -> list[Tensor]:
     """Newton–Schulz of whole matrices with the options of their group."""
-    dtype = compute_dtype(options["ns_dtype"], weight.dtype, weight.device)
-    return orthogonalise(matrices, options["ns_coefficients"], options["ns_steps"], options["eps"], dtype)
+    dtype = iteration_dtype(options, weight.dtype, weight.device)
+    return orthogonalize_all(matrices, options["ns_coefficients"], options["ns_steps"], options["eps"], dtype)
 
 
 def spectral(

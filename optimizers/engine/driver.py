@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from ..sharding.exchange import Trip, depart, land, pipeline, turn
-from ..sharding.layout import as_matrices, layout_of, local
+from ..sharding.agreement import agree, process_groups
+from ..sharding.exchange import Trip, depart, land, pipeline, turn, warm_up
+from ..sharding.layout import as_matrices, local
 from .algorithm import ALGORITHMS, Algorithm
 from .directions import Step, orthogonalise_whole, spectral
-from .jobs import Job, divide, label
+from .foreign import from_torch
+from .gradients import local_gradients
+from .jobs import Job, describe, divide, label
 from .momentum import update_momentum
-from .options import check_grid, check_options, find_algorithm
+from .options import check_options, find_algorithm, plain
 from .scaling import spectral_scale
-from .stored_state import unwrap_tensors, wrap_tensors
+from .stored_state import check_stored, complete, unwrap_tensors, wrap_tensors
+from .update import apply
+
+
+@dataclass
+class Task:
+    """A job in one step. ``weights`` and ``gradients`` are local, read once."""
+
+    job: Job
+    group: dict[str, Any]
+    algorithm: Algorithm
+    refresh: bool
+    weights: list[Tensor]
+    gradients: list[Tensor | None]
+
+    @property
+    def travels(self) -> bool:
+        """Whether it communicates in this step."""
+        return self.refresh and self.job.bucket is not None
 
 
 class Driver(torch.optim.Optimizer):
@@ -26,7 +48,8 @@ class Driver(torch.optim.Optimizer):
 
     A gradient that is None counts as zero, on every step and for every algorithm, so that a rank without a gradient
     neither hangs the others nor updates its state differently; ``p.grad`` is never written. Parameters with
-    ``requires_grad=False`` are left alone.
+    ``requires_grad=False`` are left alone and have no state until they are thawed; freezing and thawing have to happen
+    on all ranks between the same steps, as nothing is exchanged to find out.
 
     Args:
         params: tensors, (name, tensor) pairs or groups. A group may name its ``algorithm``; ``lr`` and
@@ -37,8 +60,8 @@ class Driver(torch.optim.Optimizer):
         max_in_flight: buckets in flight on a refresh.
 
     Raises:
-        ValueError: for bad options, parameters that are no matrices, placements that are not supported, and, on all
-            ranks, if ranks disagree about the parameter groups.
+        ValueError: for bad options, parameters that are no matrices, placements that are not supported, and if ranks
+            disagree about the parameter groups. An error of one rank is raised on all that share its meshes.
     """
 
     def __init__(
@@ -49,71 +72,120 @@ class Driver(torch.optim.Optimizer):
         bucket_bytes: int,
         max_in_flight: int,
     ) -> None:
-        for name, value in (("bucket_bytes", bucket_bytes), ("max_in_flight", max_in_flight)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r} but has to be an int >= 1")
         self._options = {"algorithm": algorithm.name, **options}
         self._bucket_bytes, self._max_in_flight = bucket_bytes, max_in_flight
-        self._wire_bytes = 0
+        self._travelled: list[Job] = []
         self._jobs: list[Job] | None = None
         self._building = True
-        super().__init__(params, {"lr": options["lr"], "weight_decay": options["weight_decay"]})
+        params = _listed(params)
+        error = None
+        try:
+            for name, value in (("bucket_bytes", bucket_bytes), ("max_in_flight", max_in_flight)):
+                if not isinstance(value, int) or value < 1:
+                    raise ValueError(f"{name} is {value!r} but has to be an int >= 1")
+            # Schedulers that cycle the momentum look for it among the defaults.
+            super().__init__(params, {key: plain(value) for key, value in options.items()})
+        except Exception as problem:
+            error = problem
+        self._build(error, _tensors(params))
         self._building = False
-        self._build()
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that this rank sent in the last step, from the plan."""
-        return self._wire_bytes
+        return sum(job.bucket.bytes_sent[job.layouts[0].rank] for job in self._travelled)
+
+    @property
+    def wire_bytes_max(self) -> int:
+        """Bytes that the busiest rank sent in the last step, from the plan, which knows the traffic of all.
+
+        With shards over several process groups it is the sum of each group's busiest rank.
+        """
+        sent: dict[Any, list[tuple[int, ...]]] = defaultdict(list)
+        for job in self._travelled:
+            sent[job.layouts[0].group].append(job.bucket.bytes_sent)
+        return sum(max(map(sum, zip(*buckets, strict=True))) for buckets in sent.values())
 
     # -- groups and state -------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and create its state. Collective if parameters are sharded."""
-        where = f"group {len(self.param_groups)}"
+        if self._building:  # the constructor compares all groups at once
+            self._add_group(param_group)
+            return
+        before, error = len(self.param_groups), None
+        (param_group,) = _listed([param_group])
+        tensors = [*_tensors(self.param_groups), *_tensors(param_group)]
+        try:
+            self._add_group(param_group)
+        except Exception as problem:
+            error = problem
+        try:
+            self._build(error, tensors)
+        except Exception:
+            for group in self.param_groups[before:]:
+                for p in group["params"]:
+                    self.state.pop(p, None)
+            del self.param_groups[before:]
+            raise
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
+        number, algorithm = len(self.param_groups), None
+        where = f"group {number}"
         if isinstance(param_group, dict):
             param_group = dict(param_group)
             algorithm = find_algorithm(param_group.setdefault("algorithm", self._options["algorithm"]), where)
             own = algorithm.name == self._options["algorithm"]
             for key, default in algorithm.options.items():
-                param_group.setdefault(key, self._options[key] if own or key in self.defaults else default)
+                inherited = own or key in ("lr", "weight_decay")
+                param_group[key] = plain(param_group.get(key, self._options[key] if inherited else default))
             param_group.setdefault("step", 0)
             check_options(param_group, algorithm, where)
         super().add_param_group(param_group)
-        try:
-            self._init_state(self.param_groups[-1], where)
-            if not self._building:
-                self._build()
-        except ValueError:
-            for p in self.param_groups.pop()["params"]:
-                self.state.pop(p, None)
-            raise
+        for key in self.defaults.keys() - algorithm.options.keys():  # torch fills them into every group
+            del self.param_groups[-1][key]
+        self._complete_state(number)
 
-    def _init_state(self, group: dict[str, Any], where: str) -> None:
+    def _complete_state(self, number: int) -> None:
         """State exists from the start, on every rank, so that checkpoints can be read before the first step."""
-        algorithm = ALGORITHMS[group["algorithm"]]
+        group = self.param_groups[number]
         for i, p in enumerate(group["params"]):
-            name = label(where, group, i)
+            name = label(f"group {number}", group, i)
             if not p.is_floating_point():
                 raise ValueError(f"{name}: dtype {p.dtype} is not supported; parameters have to be real floats")
-            if algorithm.elementwise is None:
-                check_grid(group.get("block_grid"), layout_of(p, name), name)
-            dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
-            for key in algorithm.state:
-                buffer = torch.zeros_like(p.detach(), dtype=dtype, memory_format=torch.contiguous_format)
-                self.state[p].setdefault(key, buffer)
+            if p.requires_grad:
+                complete(self.state[p], p, ALGORITHMS[group["algorithm"]], group["step"] > 0, name)
 
-    def _build(self) -> None:
-        """Divide the parameters into jobs; ranks compare the division."""
-        self._jobs = divide(self.param_groups, self._bucket_bytes, self._max_in_flight)
-        self._built_for = self._present()
+    def _build(self, error: Exception | None = None, tensors: Iterable[Tensor] | None = None) -> None:
+        """Divide the parameters into jobs; ranks compare the division, and an ``error`` becomes one of all."""
+        jobs: list[Job] = []
+        lines: list[str] = []
+        if error is None:
+            try:
+                jobs = divide(self.param_groups, self._bucket_bytes)
+                lines = describe(self.param_groups, self._bucket_bytes, self._max_in_flight)
+            except Exception as problem:
+                error = problem
+        agree(error, lines, process_groups(_tensors(self.param_groups) if tensors is None else tensors))
+        for group, device in dict.fromkeys((job.layouts[0].group, job.device) for job in jobs if job.bucket):
+            warm_up(group, device)
+        self._jobs, self._built_for = jobs, self._present()
 
-    def _present(self) -> list[tuple[int, bool]]:
-        """Which tensors there are, and which are trained."""
-        return [(id(p), p.requires_grad) for group in self.param_groups for p in group["params"]]
+    def _present(self) -> list[tuple[Any, ...]]:
+        """Which tensors there are, where and of what dtype, and which are trained."""
+        return [(id(p), p.requires_grad, p.dtype, p.device) for group in self.param_groups for p in group["params"]]
 
     def _rebuild(self) -> None:
-        """Follow parameters that were frozen, or replaced as accelerate does when it shards a model.
+        """Follow parameters that were frozen, thawed, moved, cast, or replaced as accelerate does when it shards."""
+        error = None
+        try:
+            self._follow_parameters()
+        except Exception as problem:
+            error = problem
+        self._build(error)
+
+    def _follow_parameters(self) -> None:
+        """Make the state fit the parameters.
 
         Raises:
             ValueError: if a parameter was replaced after the first step, since its state would be lost.
@@ -126,9 +198,8 @@ class Driver(torch.optim.Optimizer):
             )
         for p in stale:
             del self.state[p]
-        for number, group in enumerate(self.param_groups):
-            self._init_state(group, f"group {number}")
-        self._build()
+        for number in range(len(self.param_groups)):
+            self._complete_state(number)
 
     # -- step -------------------------------------------------------------------------------------------------------
 
@@ -137,7 +208,8 @@ class Driver(torch.optim.Optimizer):
         """One update of every parameter. Communicates only for cut matrices of groups whose refresh it is.
 
         Raises:
-            ValueError: for sparse gradients, or gradients placed differently from their parameter.
+            ValueError: for sparse gradients, or gradients placed differently from their parameter; nothing has been
+                updated or sent then.
         """
         loss = None
         if closure is not None:
@@ -145,134 +217,163 @@ class Driver(torch.optim.Optimizer):
                 loss = closure()
         if self._jobs is None or self._built_for != self._present():
             self._rebuild()
-        travelling, staying = [], []
-        for job in self._jobs:
-            group = self.param_groups[job.group]
-            refresh = ALGORITHMS[group["algorithm"]].refreshes(group)
-            (travelling if refresh and job.bucket is not None else staying).append((job, refresh))
-        self._wire_bytes = sum(job.bucket.bytes_sent(job.layouts[0].rank) for job, _ in travelling)
-
-        def meanwhile() -> None:
-            for job, refresh in staying:
-                self._stay(job, refresh)
-
-        pipeline((job for job, _ in travelling), self._depart, self._turn, self._land, self._max_in_flight, meanwhile)
+        tasks = [self._task(job) for job in self._jobs]
+        with ExitStack() as stack:
+            for kind in {job.device.type for job in self._jobs}:
+                if torch.is_autocast_enabled(kind):  # it would choose the dtype of the iterations
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            self._run(tasks)
         for group in self.param_groups:
             group["step"] += 1
         return loss
 
-    def _stay(self, job: Job, refresh: bool) -> None:
-        """Update a job without communication."""
+    def _task(self, job: Job) -> Task:
         group = self.param_groups[job.group]
         algorithm = ALGORITHMS[group["algorithm"]]
-        if algorithm.elementwise is not None:
-            state = {key: self._states(job, key) for key in algorithm.state}
-            algorithm.elementwise(self._weights(job), state, self._grads(job), group)
+        weights = [local(p) for p in job.params]
+        return Task(job, group, algorithm, algorithm.refreshes(group), weights, local_gradients(job))
+
+    def _run(self, tasks: Sequence[Task]) -> None:
+        travelling = [task for task in tasks if task.travels]
+        self._travelled = [task.job for task in travelling]
+
+        def meanwhile() -> None:
+            for task in tasks:
+                if not task.travels:
+                    self._stay(task)
+
+        pipeline(travelling, self._depart, self._turn, self._land, self._max_in_flight, meanwhile)
+
+    def _stay(self, task: Task) -> None:
+        """Update a job without communication."""
+        if task.algorithm.elementwise is not None:
+            state = {key: self._states(task, key) for key in task.algorithm.state}
+            task.algorithm.elementwise(task.weights, state, _gradients(task), task.group)
             return
-        inputs = [as_matrices(u) for u in self._inputs(job)]
-        weights = [as_matrices(w) for w in self._weights(job)]
-        direction = spectral if refresh else algorithm.between
-        self._update(job, direction(weights, inputs, [layout.shape for layout in job.layouts], group))
+        inputs = [as_matrices(u) for u in self._inputs(task)]
+        weights = [as_matrices(w) for w in task.weights]
+        direction = spectral if task.refresh else task.algorithm.between
+        apply(direction(weights, inputs, [layout.shape for layout in task.job.layouts], task.group), task.group)
 
-    def _depart(self, job: Job) -> tuple[Job, Trip]:
-        layout = job.layouts[0]
-        return job, depart(job.bucket, [as_matrices(u) for u in self._inputs(job)], layout.rank, layout.group)
+    def _depart(self, task: Task) -> tuple[Task, Trip]:
+        layout = task.job.layouts[0]
+        inputs = [as_matrices(u) for u in self._inputs(task)]
+        return task, depart(task.job.bucket, inputs, layout.rank, layout.group)
 
-    def _turn(self, travelling: tuple[Job, Trip]) -> tuple[Job, Trip]:
-        job, trip = travelling
-        group, like = self.param_groups[job.group], job.params[0]
-        return job, turn(trip, lambda matrices: orthogonalise_whole(matrices, group, like))
+    def _turn(self, travelling: tuple[Task, Trip]) -> tuple[Task, Trip]:
+        task, trip = travelling
+        return task, turn(trip, lambda matrices: orthogonalise_whole(matrices, task.group, task.weights[0]))
 
-    def _land(self, travelling: tuple[Job, Trip]) -> None:
-        job, trip = travelling
-        adjust = self.param_groups[job.group]["adjust_lr_fn"]
-        factors = [spectral_scale(adjust, *layout.shape) for layout in job.layouts]
-        self._update(job, Step([as_matrices(w) for w in self._weights(job)], land(trip), factors))
+    def _land(self, travelling: tuple[Task, Trip]) -> None:
+        task, trip = travelling
+        factors = [spectral_scale(task.group["adjust_lr_fn"], *layout.shape) for layout in task.job.layouts]
+        apply(Step([as_matrices(w) for w in task.weights], land(trip), factors), task.group)
 
-    def _inputs(self, job: Job) -> list[Tensor]:
-        group = self.param_groups[job.group]
-        buffers = self._states(job, "momentum_buffer")
-        return update_momentum(buffers, self._grads(job), group["momentum"], group["nesterov"], group["momentum_form"])
+    def _inputs(self, task: Task) -> list[Tensor]:
+        group, buffers = task.group, self._states(task, "momentum_buffer")
+        return update_momentum(buffers, _gradients(task), group["momentum"], group["nesterov"], group["momentum_form"])
 
-    def _update(self, job: Job, step: Step) -> None:
-        """W ← (1 − η·λ)·W over the whole job, then W_i ← W_i − η·factor_i·direction_i."""
-        group = self.param_groups[job.group]
-        lr, decay = group["lr"], group["weight_decay"]
-        if decay != 0:
-            torch._foreach_mul_(self._weights(job), 1 - lr * decay)
-        by_factor: dict[float, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        for weight, direction, factor in zip(step.weights, step.directions, step.factors, strict=True):
-            if weight.dtype != torch.float64:
-                direction = direction.float()  # 16-bit weights would be rounded twice, and not alike everywhere
-            if isinstance(lr, Tensor):
-                weight.sub_(direction * (lr * factor))
-            else:
-                by_factor[factor][0].append(weight)
-                by_factor[factor][1].append(direction)
-        for factor, (weights, directions) in by_factor.items():
-            torch._foreach_add_(weights, directions, alpha=-lr * factor)
+    def _states(self, task: Task, key: str) -> list[Tensor]:
+        return [local(self.state[p][key]) for p in task.job.params]
 
-    # -- local tensors ----------------------------------------------------------------------------------------------
+    # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def _weights(self, job: Job) -> list[Tensor]:
-        return [local(p.detach()) for p in job.params]
-
-    def _states(self, job: Job, key: str) -> list[Tensor]:
-        return [local(self.state[p][key]) for p in job.params]
-
-    def _grads(self, job: Job) -> list[Tensor]:
-        return [_local_grad(p) for p in job.params]
-
-    # -- loading ----------------------------------------------------------------------------------------------------
+    @torch._disable_dynamo
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; parameters that were thawed since the last step are among it."""
+        self._follow_parameters()
+        return super().state_dict()
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state and group options; tensors keep the dtype they were stored in. Collective if sharded.
 
+        State dicts of ``torch.optim.AdamW`` and ``torch.optim.Muon`` can be loaded into the class of the same name.
+
         Raises:
-            ValueError: if the groups do not match, in number, size or algorithm.
+            ValueError: if the groups do not match, in number, size or algorithm, and for state that a trainable
+                parameter lacks or that is placed differently. Nothing has been loaded then, on any rank.
         """
-        saved = state_dict["param_groups"]
-        for number, (group, stored) in enumerate(zip(self.param_groups, saved, strict=False)):
-            if stored.get("algorithm", group["algorithm"]) != group["algorithm"]:
-                raise ValueError(
-                    f"group {number}: the checkpoint's algorithm is {stored['algorithm']!r}, the optimizer's is "
-                    f"{group['algorithm']!r}; build the optimizer with the groups that were saved"
-                )
-        if len(saved) == len(self.param_groups):  # options that an older checkpoint lacks stay as they are
-            saved = [{**group, **stored} for group, stored in zip(self.param_groups, saved, strict=True)]
-            for number, group in enumerate(saved):  # schedulers leave keys of their own in the groups
-                algorithm = ALGORITHMS[group["algorithm"]]
-                check_options({key: group[key] for key in algorithm.options}, algorithm, f"loaded group {number}")
-        handle = self.register_load_state_dict_pre_hook(wrap_tensors)  # after the hooks of the user
+        handle = self.register_load_state_dict_pre_hook(Driver._prepare_load)  # after the hooks of the user
         try:
-            super().load_state_dict({**state_dict, "param_groups": saved})
+            super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        for number, group in enumerate(self.param_groups):
-            self._init_state(group, f"group {number}")
-        self._build()
+        self._rebuild()
+
+    def _prepare_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Check and translate what will be loaded; ranks compare it."""
+        error, lines = None, []
+        try:
+            state_dict = from_torch(state_dict)
+            saved = self._merged(state_dict["param_groups"])
+            check_stored(self.param_groups, saved, state_dict["state"])
+            members = [{**new, "params": group["params"]} for new, group in zip(saved, self.param_groups, strict=True)]
+            lines = describe(members, self._bucket_bytes, self._max_in_flight)
+            state_dict = {"state": wrap_tensors(state_dict["state"]), "param_groups": saved}
+        except Exception as problem:
+            error = problem
+        agree(error, lines, process_groups(_tensors(self.param_groups)))
+        return state_dict
+
+    def _merged(self, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The groups of a checkpoint; options that an older one lacks stay as they are."""
+        if len(saved) != len(self.param_groups):
+            raise ValueError(
+                f"the checkpoint has a different number of parameter groups, {len(saved)}, than the optimizer, "
+                f"{len(self.param_groups)}; build the optimizer with the groups that were saved"
+            )
+        groups = []
+        for number, (group, stored) in enumerate(zip(self.param_groups, saved, strict=True)):
+            where = f"group {number}"
+            for what, theirs, ours in (
+                ("algorithm", stored["algorithm"], group["algorithm"]),
+                ("number of parameters", len(stored["params"]), len(group["params"])),
+            ):
+                if theirs != ours:
+                    raise ValueError(
+                        f"{where}: the checkpoint's {what} is {theirs!r}, the optimizer's is {ours!r}; build the "
+                        "optimizer with the groups that were saved"
+                    )
+            merged, algorithm = {**group, **stored}, ALGORITHMS[group["algorithm"]]
+            options = {key: plain(merged[key]) for key in algorithm.options}
+            check_options(options, algorithm, f"loaded {where}")  # schedulers leave keys of their own beside them
+            groups.append({**merged, **options})
+        return groups
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_options", "_bucket_bytes", "_max_in_flight", "_wire_bytes")
+        own = ("_options", "_bucket_bytes", "_max_in_flight")
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, or what ``load_state_dict`` prepared; the plan is built anew."""
         super().__setstate__({**state, "state": unwrap_tensors(state["state"])})
         self._building = False
+        self._travelled: list[Job] = []
         self._jobs = None
 
 
-def _local_grad(p: Tensor) -> Tensor:
-    grad = p.grad
-    if grad is None:
-        return torch.zeros_like(local(p.detach()))
-    if grad.layout != torch.strided:
-        raise ValueError(f"a sparse gradient of shape {tuple(p.shape)} is not supported; use a dense one")
-    if isinstance(p, DTensor) and (not isinstance(grad, DTensor) or grad.placements != p.placements):
-        raise ValueError(
-            f"the gradient of a parameter of shape {tuple(p.shape)} and placements {tuple(p.placements)} is placed "
-            f"differently: {tuple(getattr(grad, 'placements', ()))}; redistribute it to the parameter's placements"
-        )
-    return local(grad)
+def _gradients(task: Task) -> list[Tensor]:
+    return [torch.zeros_like(w) if g is None else g for g, w in zip(task.gradients, task.weights, strict=True)]
+
+
+def _listed(params: Any) -> Any:
+    """Parameters or groups with every iterator made a list, since they are read twice."""
+    if isinstance(params, Tensor):
+        return params  # torch has an error for it
+    params = list(params)
+    return [
+        {**p, "params": list(p["params"])} if isinstance(p, dict) and isinstance(p.get("params"), Iterator) else p
+        for p in params
+    ]
+
+
+def _tensors(params: Any) -> Iterator[Tensor]:
+    """Every tensor among parameters, (name, parameter) pairs and groups."""
+    if isinstance(params, Tensor):
+        yield params
+    elif isinstance(params, dict):
+        yield from _tensors(params.get("params"))
+    elif isinstance(params, (list, tuple)):
+        for p in params:
+            yield from _tensors(p)

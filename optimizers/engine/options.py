@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..orthogonal.newton_schulz import check_kernel
 from ..sharding.layout import Layout
 from .algorithm import ALGORITHMS, Algorithm
 from .momentum import MOMENTUM_FORMS
@@ -48,6 +50,20 @@ def check_options(group: Mapping[str, Any], algorithm: Algorithm, where: str) ->
         valid, expected = _RULES[key]
         if not valid(value):
             raise ValueError(f"{where}: {key} is {value!r} but has to be {expected}")
+    if "ns_coefficients" in algorithm.options:
+        try:
+            check_kernel(*(group[key] for key in ("ns_coefficients", "ns_steps", "ns_dtype")))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy or a list as Python's own number or a tuple: so groups compare and are stored alike."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(plain, value))
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def check_grid(grid: int | tuple[int, int] | None, layout: Layout, label: str) -> None:
@@ -70,7 +86,7 @@ def check_grid(grid: int | tuple[int, int] | None, layout: Layout, label: str) -
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def _at_least_zero(value: Any) -> bool:
@@ -78,7 +94,7 @@ def _at_least_zero(value: Any) -> bool:
 
 
 def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least
 
 
 def _learning_rate(value: Any) -> bool:
@@ -88,7 +104,7 @@ def _learning_rate(value: Any) -> bool:
 
 
 def _grid(value: Any) -> bool:
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return len(value) == 2 and all(_whole(v, 1) for v in value)
     return value is None or _whole(value, 1)
 
@@ -104,9 +120,12 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "weight_decay": (_at_least_zero, "a float >= 0"),
     "momentum": (lambda v: _number(v) and 0 <= v < 1, "a float in [0, 1)"),
     "nesterov": (lambda v: isinstance(v, bool), "True or False"),
-    "ns_coefficients": (lambda v: _numbers(v, 3), "three numbers (a, b, c)"),
+    "ns_coefficients": (
+        lambda v: isinstance(v, (str, tuple, list)),
+        "a name or a tuple; see orthogonal/coefficients.py",
+    ),
     "eps": (_at_least_zero, "a float >= 0"),
-    "ns_steps": (lambda v: _whole(v, 1) and v < 100, "an int from 1 to 99"),
+    "ns_steps": (lambda v: v is None or (_whole(v, 1) and v < 100), "None or an int from 1 to 99"),
     "adjust_lr_fn": (lambda v: v in ADJUST_LR, f"one of {', '.join(ADJUST_LR)}"),
     "momentum_form": (lambda v: v in MOMENTUM_FORMS, f"one of {', '.join(MOMENTUM_FORMS)}"),
     "ns_dtype": (lambda v: v is None or (isinstance(v, torch.dtype) and v.is_floating_point), "a float dtype or None"),
@@ -115,6 +134,6 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "phase": (lambda v: _whole(v, 0), "an int >= 0"),
     "block_lr_ratio": (_at_least_zero, "a float >= 0"),
     "row_lr_ratio": (_at_least_zero, "a float >= 0"),
-    "block_grid": (_grid, "None, a number of row blocks, or (row blocks, column blocks)"),
+    "block_grid": (_grid, "None, a number of row blocks, or a pair (row blocks, column blocks)"),
     "betas": (lambda v: _numbers(v, 2) and all(0 <= b < 1 for b in v), "two floats in [0, 1)"),
 }

@@ -18,7 +18,8 @@ class census(TorchDispatchMode):
     ``c.calls`` is a Counter of calls by operator name, ``c.collectives`` their sum, ``c.bytes_sent`` the bytes that
     this rank puts on the wire. Bytes are exact for ``all_to_all_single``; the others are counted by the ring
     model, with N ranks: all-gather (N−1)·input, reduce-scatter and all-to-all (N−1)/N·input, all-reduce
-    2(N−1)/N·input, else input.
+    2(N−1)/N·input; broadcast input and scatter (N−1)/N·input, on their root alone; reduce and gather input, on all
+    but their root; else input.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,7 @@ class census(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+_FROM_ROOT = ("broadcast_", "broadcast", "scatter_")
 _INPUTS = ("input", "input_tensor", "input_tensors", "input_list", "inputs", "tensors")
 
 
@@ -58,8 +60,11 @@ def _bytes_sent(name: str, given: dict[str, Any]) -> int:
         return (sum(splits) - splits[dist.get_rank(group)]) * row_bytes
     if "recv" in name:
         return 0
-    if name in ("gather_", "gather_into_tensor_"):
-        return size
+    root = given.get("root_rank", given.get("src"))
+    if root is not None:
+        if (name in _FROM_ROOT) != (dist.get_rank(group) == root):
+            return 0
+        return size * (ranks - 1) // ranks if name == "scatter_" else size
     if "gather" in name:
         return size * (ranks - 1)
     if "allreduce" in name or "all_reduce" in name:

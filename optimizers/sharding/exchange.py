@@ -30,6 +30,17 @@ class Trip:
     work: dist.Work
 
 
+def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Exchange one element with every rank, so that the communicator of the device exists before the first refresh.
+
+    Object collectives do not do it: under ``cpu:gloo,cuda:nccl`` they run on gloo, and NCCL's lazy set-up, met in
+    another order on other ranks, deadlocks.
+    """
+    if dist.get_backend(group) != "fake":
+        sent = torch.zeros(dist.get_world_size(group), device=device)
+        dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
+
+
 def depart(bucket: Bucket, shards: Sequence[Tensor], rank: int, group: dist.ProcessGroup) -> Trip:
     """Send this rank's shards to the owners. ``shards[i]`` [rows_i, n_i] belongs to ``bucket.cargo[i]``."""
     to_owner = list(bucket.traffic[rank])

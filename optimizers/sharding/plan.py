@@ -7,14 +7,12 @@ sends 2·b·E·(N−1)/N² bytes a rank (b bytes an element).
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,15 @@ class Bucket:
         """The matrices that a rank orthogonalises, in the order of the bucket."""
         return [c for c, owner in zip(self.cargo, self.owners, strict=True) if owner == rank]
 
-    def bytes_sent(self, rank: int) -> int:
-        """Bytes that a rank puts on the wire in one refresh: out to the owners and home from it."""
-        out = sum(self.traffic[rank]) - self.traffic[rank][rank]
-        home = sum(row[rank] for row in self.traffic) - self.traffic[rank][rank]
-        return (out + home) * self.dtype.itemsize
+    @cached_property
+    def bytes_sent(self) -> tuple[int, ...]:
+        """Bytes that each rank puts on the wire in one refresh: out to the owners and home from it."""
+        held = map(sum, self.traffic)
+        owned = map(sum, zip(*self.traffic, strict=True))
+        return tuple(
+            (out + home - 2 * self.traffic[rank][rank]) * self.dtype.itemsize
+            for rank, (out, home) in enumerate(zip(held, owned, strict=True))
+        )
 
 
 @dataclass
@@ -100,31 +102,3 @@ class Planner:
     def _close(self, dealt: list[tuple[int, Cargo]], dtype: torch.dtype) -> Bucket:
         dealt = sorted(dealt, key=lambda pair: (pair[0], pair[1].index))
         return Bucket(tuple(c for _, c in dealt), tuple(owner for owner, _ in dealt), dtype, self.ranks)
-
-
-def require_equal(lines: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Compare a description of the plan over the ranks of a group. Collective; one digest a rank if all is well.
-
-    It is also the first collective on the group, so that its communicator exists before the first refresh.
-
-    Raises:
-        ValueError: on every rank, naming the first entry that differs and what the ranks say about it.
-    """
-    ranks = dist.get_world_size(group)
-    if ranks == 1 or dist.get_backend(group) == "fake":
-        return
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    digests: list[str] = [""] * ranks
-    dist.all_gather_object(digests, digest, group=group)
-    if len(set(digests)) == 1:
-        return
-    everyone: list[list[str]] = [[] for _ in range(ranks)]
-    dist.all_gather_object(everyone, list(lines), group=group)
-    other = next(r for r in range(ranks) if digests[r] != digests[0])
-    for i in range(max(len(everyone[0]), len(everyone[other]))):
-        first, second = (said[i] if i < len(said) else "nothing" for said in (everyone[0], everyone[other]))
-        if first != second:
-            raise ValueError(
-                f"the optimizer differs between ranks at entry {i}: rank 0 has {first}, rank {other} has {second}; "
-                "build the same parameter groups, in the same order, on every rank"
-            )

@@ -113,18 +113,20 @@ def case_orthogonalising_shards_is_not_muon():
     assert torch.linalg.svdvals(update).sub(0.9).abs().max() < 0.32
 
 
-def case_one_rank_without_a_gradient_does_not_hang():
+def case_one_rank_without_a_gradient_does_not_hang_and_counts_as_zeros():
     for cls in (Muon, MuonBP, PeriodicRowMuon, BlockMuon, AdamW):
-        params = weights([(8, 6), (10, 6)], Shard(0))
-        optimizer = cls(params)
-        for step in range(2):
-            set_gradients(params, step)
-            if dist.get_rank() == 1:
-                params[0].grad = None
-            optimizer.step()
-        if dist.get_rank() == 1:
-            assert params[0].grad is None
-        assert all(torch.isfinite(p.full_tensor()).all() for p in params)
+        results = []
+        for zeros in (True, False):
+            params = weights([(8, 6), (10, 6)], Shard(0))
+            optimizer = cls(params, lr=0.1)
+            for step in range(3):
+                set_gradients(params, step)
+                if dist.get_rank() == 1:
+                    params[0].grad = params[0].grad * 0 if zeros else None
+                optimizer.step()
+            assert zeros or dist.get_rank() != 1 or params[0].grad is None
+            results.append([p.full_tensor() for p in params])
+        assert largest_difference(*results) == 0, cls
 
 
 def case_missing_gradient_everywhere_equals_zeros():
@@ -148,12 +150,15 @@ def case_cheap_steps_are_silent_and_refreshes_cost_what_the_plan_says():
         (AdamW, []), (BlockMuon, []), (Muon, range(7)), (MuonBP, [0, 5]), (PeriodicRowMuon, [0, 3, 6])
     ):  # fmt: skip
         params = weights(shapes, Shard(0))
-        optimizer = cls(params)
+        with census() as seen:
+            optimizer = cls(params)
+        # one exchange at construction makes the communicator, on the device of the weights
+        assert seen.calls["alltoall_base_"] == (len(refreshes) > 0)
         for step in range(7):
             set_gradients(params, step)
             with census() as seen:
                 optimizer.step()
-            assert seen.bytes_sent == optimizer.wire_bytes
+            assert seen.bytes_sent == optimizer.wire_bytes == optimizer.wire_bytes_max
             if step in refreshes:
                 assert seen.calls == Counter({"alltoall_base_": 2})
                 assert seen.bytes_sent * ranks**2 == 2 * 2 * elements * (ranks - 1)
@@ -171,6 +176,9 @@ def case_wire_bytes_are_exact_for_uneven_shards():
         rows, rank = chunk_rows(10, dist.get_world_size()), dist.get_rank()
         expected = (10 - rows[0] if rank == 0 else rows[rank]) * 6 * size  # rank 0 owns the only matrix
         assert seen.bytes_sent == optimizer.wire_bytes == expected
+        sent: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(sent, optimizer.wire_bytes)
+        assert optimizer.wire_bytes_max == max(sent)
 
 
 def case_buckets_and_flights_change_nothing():
@@ -196,6 +204,64 @@ def case_a_plan_that_differs_is_an_error_that_names_the_entry():
         Muon(weights([(8, 6), (8, 6) if odd else (8, 4)], Shard(0)))
     with pytest.raises(ValueError, match="rank 1 has nothing"):
         Muon(weights([(8, 6)] if odd else [(8, 6), (8, 4)], Shard(0)))
+
+
+def on_one_rank(message):
+    """Every rank has to raise what happened on rank 1, soon."""
+    return pytest.raises(ValueError, match=message if dist.get_rank() == 1 else f"rank 1: .*{message}")
+
+
+def case_an_error_of_one_rank_is_an_error_of_all():
+    odd = dist.get_rank() == 1
+    matrix, vector = (8, 6), (6,)
+    with on_one_rank("a 1-D parameter is no matrix"):
+        Muon(weights([matrix, vector if odd else matrix], Shard(0)))
+    with on_one_rank("lr is -1.0"):
+        Muon(weights([matrix], Shard(0)), lr=-1.0 if odd else 1.0)
+    with on_one_rank("unknown key 'perod'"):  # before the second group, which the others compare as well
+        first, second = weights([matrix, matrix], Shard(0))
+        Muon([{"params": [first], **({"perod": 3} if odd else {})}, {"params": iter([second])}])
+    params = weights([matrix, matrix], Shard(0))
+    optimizer = Muon(params[:1])
+    with on_one_rank("lr is nan"):
+        optimizer.add_param_group({"params": params[1:], "lr": math.nan if odd else 1.0})
+    assert len(optimizer.param_groups) == 1 and set(optimizer.state) == {params[0]}
+    set_gradients(params, 0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    if odd:
+        saved["state"] = {}
+    before = optimizer.state[params[0]]["momentum_buffer"].to_local().clone()
+    saved["param_groups"][0]["lr"] = 7.0
+    with on_one_rank("has no state 'momentum_buffer'"):
+        optimizer.load_state_dict(saved)
+    assert torch.equal(optimizer.state[params[0]]["momentum_buffer"].to_local(), before)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    if odd:
+        optimizer.param_groups[0]["params"][0] = params[1]
+    else:
+        optimizer.param_groups[0]["params"][0].requires_grad_(False)
+    with on_one_rank("replaced in the groups after the first step"):
+        optimizer.step()
+
+
+def case_errors_reach_ranks_that_share_no_mesh_axis_with_the_one_that_has_them():
+    if dist.get_world_size() != 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    p = nn.Parameter(distribute_tensor(values(0, (8, 8)), mesh, [Replicate(), Shard(0)], src_data_rank=None))
+    with on_one_rank("lr is -1.0"):
+        AdamW([p], lr=-1.0 if dist.get_rank() == 1 else 1.0)
+    with pytest.raises(ValueError, match=r"entry 1: .*rank \d"):
+        AdamW([p], eps=1e-6 if dist.get_rank() == 1 else 1e-8)
+
+
+def case_ranks_whose_hardware_iterates_in_another_dtype_are_told():
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr("optimizers.engine.jobs.iteration_dtype", lambda *args: torch.float16)
+        with pytest.raises(ValueError, match=r"rank 1 has .*set ns_dtype if hardware differs: .* iterates in .*16"):
+            Muon(weights([(8, 6)], Shard(0)))
 
 
 def case_bad_placements_and_grids_are_named():
@@ -295,13 +361,63 @@ def case_state_or_gradients_placed_otherwise_are_refused():
     optimizer = Muon(params)
     with pytest.raises(ValueError, match=r"not sharded as its parameter is; load with .*set_optimizer_state_dict"):
         optimizer.load_state_dict(Muon(weights([(8, 6)])).state_dict())
+    saved = optimizer.state_dict()
+    buffer = saved["state"][0]["momentum_buffer"]
+    for wrong, message in (
+        (buffer.redistribute(placements=[Replicate()]), r"has placements \(Replicate\(\),\), its parameter \(Shard"),
+        (
+            distribute_tensor(
+                values(0, (8, 6)),
+                init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("other",)),
+                [Shard(0)],
+                src_data_rank=None,
+            ),
+            "lies on DeviceMesh.*other",
+        ),
+    ):
+        with pytest.raises(ValueError, match="group 0, parameter number 0 of shape.*" + message):
+            optimizer.load_state_dict({**saved, "state": {0: {"momentum_buffer": wrong}}})
     params[0].grad = params[0].detach().redistribute(placements=[Replicate()])
     with pytest.raises(ValueError, match=r"placements \(Shard\(dim=0\),\) is placed differently: \(Replicate"):
         optimizer.step()
 
 
+def case_an_optimizer_made_before_a_meta_model_got_its_memory_follows_it():
+    with torch.device("meta"):
+        net = nn.Linear(6, 10, bias=False)
+    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = Muon(net.parameters())
+    net.to_empty(device="cpu")
+    nn.init.ones_(net.weight)
+    before = net.weight.full_tensor()
+    set_gradients([net.weight], 0)
+    optimizer.step()
+    assert optimizer.state[net.weight]["momentum_buffer"].device.type == "cpu"
+    assert largest_difference([net.weight.full_tensor()], [before]) > 0
+    net.double()
+    set_gradients([net.weight], 1)
+    optimizer.step()
+    assert optimizer.state[net.weight]["momentum_buffer"].dtype == torch.float64
+
+
+def case_frozen_parameters_pass_through_distributed_checkpoints():
+    net = small_net(True)
+    net.blocks[0].requires_grad_(False)
+    optimizer = PeriodicRowMuon([{"params": list(net.parameters()), "algorithm": "adamw"}])
+    for seed in range(2):
+        one_step(net, optimizer, seed)
+    saved = copy.deepcopy(get_optimizer_state_dict(net, optimizer))
+    assert len(saved["state"]) == sum(p.requires_grad for p in net.parameters())
+    other = PeriodicRowMuon([{"params": list(net.parameters()), "algorithm": "adamw"}])
+    set_optimizer_state_dict(net, other, saved)
+    assert other.param_groups[0]["step"] == 2
+    net.blocks[0].requires_grad_(True)
+    one_step(net, other, 2)
+    assert len(other.state) == len(list(net.parameters()))
+
+
 def case_the_census_sees_other_collectives():
-    ranks, x = dist.get_world_size(), torch.ones(12)
+    ranks, rank, x = dist.get_world_size(), dist.get_rank(), torch.ones(12)
     shard = distribute_tensor(torch.ones(ranks, 4), init_device_mesh("cpu", (ranks,)), [Shard(0)], src_data_rank=None)
     with census() as seen:
         dist.all_reduce(x)
@@ -310,14 +426,32 @@ def case_the_census_sees_other_collectives():
         shard.full_tensor()
     assert seen.calls == Counter({"allreduce_": 1, "allgather_": 1, "all_gather_into_tensor": 1})
     assert seen.bytes_sent == 2 * 48 * (ranks - 1) // ranks + 48 * (ranks - 1) + 16 * (ranks - 1)
+    root = ranks - 1
+    for collective, at_root, elsewhere in (
+        (lambda: dist.broadcast(x, root), 48, 0),
+        (lambda: dist.reduce(x, root), 0, 48),
+        (lambda: dist.gather(x, [torch.empty(12) for _ in range(ranks)] if rank == root else None, root), 0, 48),
+        (lambda: dist.scatter(x, [x] * ranks if rank == root else None, root), 48 * (ranks - 1), 0),
+    ):
+        with census() as seen:
+            collective()
+        assert seen.collectives == 1 and seen.bytes_sent == (at_root if rank == root else elsewhere)
 
 
 def case_two_copies_of_an_optimizer_step_alike():
-    params = weights([(8, 6)], Shard(0))
-    twin = copy.deepcopy(Muon(params, momentum_form="heavy_ball", max_in_flight=3))
-    set_gradients(twin.param_groups[0]["params"], 0)
-    twin.step()
-    assert twin.wire_bytes > 0
+    params = weights([(8, 6), (10, 6)], Shard(0))
+    first = MuonBP(params, lr=0.1, period=2, max_in_flight=3)
+    set_gradients(params, 0)
+    first.step()
+    twin = copy.deepcopy(first)
+    copies = twin.param_groups[0]["params"]
+    for step in (1, 2, 3):
+        set_gradients(params, step)
+        set_gradients(copies, step)
+        first.step(), twin.step()
+        assert first.wire_bytes == twin.wire_bytes and (first.wire_bytes > 0) == (step == 2)
+        assert largest_difference([p.full_tensor() for p in params], [p.full_tensor() for p in copies]) == 0
+    assert all(a is not b for a, b in zip(params, copies, strict=True))
 
 
 def save_after_steps(folder):

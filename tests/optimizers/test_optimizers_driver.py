@@ -1,16 +1,20 @@
 """The driver in one process: state, groups, schedulers, bad input."""
 
 import copy
+import inspect
 import math
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizers import AdamW, BlockMuon, Muon, MuonBP, PeriodicRowMuon
+from optimizers.engine import driver
+from optimizers.engine.algorithm import ALGORITHMS
 from optimizers.engine.schedule import is_refresh
 
 ALL = [AdamW, Muon, BlockMuon, MuonBP, PeriodicRowMuon]
@@ -123,16 +127,79 @@ def test_bucket_size_does_not_change_the_result(cls, bucket_bytes):
     assert torch.equal(*found)
 
 
-def test_frozen_parameters_are_left_alone_and_can_be_thawed():
+@pytest.mark.parametrize("cls", ALL)
+def test_frozen_parameters_are_left_alone_have_no_state_and_can_be_thawed(cls):
     w, frozen = weight(4, 6), weight(4, 6).requires_grad_(False)
     before = frozen.detach().clone()
-    optimizer = Muon([w, frozen], lr=0.1)
+    optimizer = cls([w, frozen], lr=0.1)
     w.grad = torch.ones_like(w)
     optimizer.step()
-    assert torch.equal(frozen, before)
+    assert torch.equal(frozen, before) and set(optimizer.state) == {w}
     frozen.requires_grad_(True)
+    assert set(optimizer.state_dict()["state"]) == {0, 1}  # a checkpoint between thawing and the next step is whole
     optimizer.step()
     assert not torch.equal(frozen, before)
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_16_bit_weights_are_rounded_once_a_step(cls):
+    """In bf16 1 − η·λ is 1 for η·λ < 0.002: decay alone and the update alone would both be lost."""
+    w = weight(64, 48, dtype=torch.bfloat16)
+    exact = nn.Parameter(w.detach().float())
+    options = {"lr": 0.01, "weight_decay": 0.15} | ({} if cls is AdamW else {"ns_dtype": torch.float32})
+    train(cls([w], **options), 1)
+    other = cls([exact], **options)
+    exact.grad = w.grad.float()
+    other.step()
+    assert torch.equal(w, exact.bfloat16())
+
+
+@pytest.mark.parametrize("cls", MATRIX)
+def test_autocast_around_a_step_reaches_the_closure_and_not_the_update(cls, monkeypatch):
+    update, inside, found, seen = driver.update_momentum, [], [], []
+    monkeypatch.setattr(
+        driver, "update_momentum", lambda *args: inside.append(torch.is_autocast_enabled("cpu")) or update(*args)
+    )
+    for enabled in (False, True):
+        w = weight(8, 6)
+        optimizer = cls([w], lr=0.1, ns_dtype=torch.float32, wire_dtype=torch.float32)
+
+        def closure(w=w):
+            w.grad = weight(8, 6, seed=1).detach()
+            seen.append((w @ w.mT).dtype)
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            for _ in range(3):
+                optimizer.step(closure)
+        found.append(w.detach())
+    assert torch.equal(*found) and inside == [False] * 6
+    assert seen == [torch.float32] * 3 + [torch.bfloat16] * 3
+
+
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize("cls", ALL)
+def test_a_model_cast_after_construction_takes_its_state_with_it(cls, when):
+    net, twin = nn.Linear(6, 8, bias=False), nn.Linear(6, 8, bias=False)
+    twin.load_state_dict(net.state_dict())
+    optimizer = cls(net.parameters(), lr=0.1)
+    train(optimizer, when)
+    state = {key: value.clone() for key, value in optimizer.state[net.weight].items()}
+    net.double()
+    twin.load_state_dict(net.state_dict())
+    train(optimizer, 2, start=when)
+    assert {value.dtype for value in optimizer.state[net.weight].values()} == {torch.float64}
+    other = cls(twin.double().parameters(), lr=0.1)
+    for key, value in state.items():
+        other.state[twin.weight][key].copy_(value)
+    other.param_groups[0]["step"] = when
+    train(other, 2, start=when)
+    assert torch.equal(net.weight, twin.weight)
+
+
+def test_an_empty_optimizer_of_frozen_parameters_steps():
+    optimizer = Muon([weight(4, 6).requires_grad_(False)])
+    optimizer.step()
+    assert optimizer.wire_bytes == optimizer.wire_bytes_max == 0
 
 
 # -- groups, state and schedule -----------------------------------------------------------------------------------
@@ -212,6 +279,59 @@ def test_loading_keeps_the_dtype_and_bits_of_the_state(param, state):
     assert found.dtype == state and torch.equal(found, stored) and found.data_ptr() != stored.data_ptr()
 
 
+@pytest.mark.parametrize("cls", ALL)
+def test_state_that_a_checkpoint_lacks_is_an_error_and_not_zeros(cls):
+    w, other = weight(6, 4), weight(6, 4)
+    optimizer = cls([("first", w), ("second", other)])
+    train(optimizer, 2)
+    saved = optimizer.state_dict()
+    before = {key: value.clone() for key, value in optimizer.state[w].items()}
+    for broken in ({}, {0: saved["state"][0]}, {**saved["state"], 1: {}}):
+        name = "second" if broken else "first"
+        with pytest.raises(ValueError, match=f"parameter '{name}'.*of step 2 but has no state"):
+            optimizer.load_state_dict({**saved, "state": broken})
+    assert all(torch.equal(value, before[key]) for key, value in optimizer.state[w].items())
+    other.requires_grad_(False)
+    optimizer.load_state_dict({**saved, "state": {0: saved["state"][0]}})
+    fresh = cls([weight(6, 4)])
+    fresh.load_state_dict({**fresh.state_dict(), "state": {}})  # nothing is lost before the first step
+    train(fresh, 1)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "options"),
+    [(torch.optim.AdamW, AdamW, {"betas": (0.8, 0.99)}), (torch.optim.Muon, Muon, {"momentum": 0.9})],
+    ids=["AdamW", "Muon"],
+)
+def test_a_run_of_torchs_optimizer_goes_on_here(theirs, ours, options):
+    w = weight(8, 6)
+    first = theirs([w], lr=0.02, weight_decay=0.3, **options)
+    train(first, 3)
+    twin = nn.Parameter(w.detach().clone())
+    second = ours([twin], lr=1.0)
+    second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+    group = second.param_groups[0]
+    assert group["lr"] == 0.02 and "amsgrad" not in group and group["step"] == (3 if ours is AdamW else 1)
+    train(first, 3, start=3)
+    train(second, 3, start=3)
+    assert torch.allclose(w, twin, atol=1e-6 if ours is AdamW else 2e-3)  # torch iterates in bf16, in another order
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda w: torch.optim.SGD([w], momentum=0.9), r"is of another optimizer \(no 'algorithm' among its keys lr"),
+        (lambda w: torch.optim.AdamW([w], amsgrad=True), "amsgrad=True, which this AdamW does not do"),
+        (lambda w: torch.optim.Adam([w]), "decoupled_weight_decay=False"),
+        (lambda w: torch.optim.Muon([w]), "the checkpoint's algorithm is 'muon', the optimizer's is 'adamw'"),
+    ],
+)
+def test_other_foreign_checkpoints_are_named(make, message):
+    w = weight(8, 6)
+    with pytest.raises(ValueError, match="group 0.*" + message):
+        AdamW([w]).load_state_dict(make(w).state_dict())
+
+
 def test_loading_mismatched_checkpoints_is_an_error_and_changes_nothing():
     w = weight(6, 4)
     optimizer = Muon([w])
@@ -223,6 +343,8 @@ def test_loading_mismatched_checkpoints_is_an_error_and_changes_nothing():
         optimizer.load_state_dict(Muon([weight(5, 4)]).state_dict())
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
+    with pytest.raises(ValueError, match="group 0: the checkpoint's number of parameters is 2, the optimizer's is 1"):
+        optimizer.load_state_dict(Muon([weight(6, 4), weight(6, 4)]).state_dict())
     assert torch.equal(optimizer.state[w]["momentum_buffer"], before) and optimizer.param_groups[0]["step"] == 1
 
 
@@ -250,6 +372,46 @@ def test_schedulers_closures_hooks_and_copies_work():
     train(optimizer, 3)
     train(twin, 3)
     assert torch.equal(w, twin.param_groups[0]["params"][0])
+
+
+def test_schedulers_that_cycle_the_momentum_take_these_optimizers():
+    for cls in ALL:
+        groups = [{"params": [weight(6, 4)]}, {"params": [weight(6)], "algorithm": "adamw"}]
+        optimizer = cls(groups)
+        assert "momentum" not in optimizer.param_groups[1]
+        if cls is AdamW:
+            optimizer.add_param_group({"params": [weight(3, 3)], "algorithm": "muon"})
+            assert optimizer.param_groups[2]["momentum"] == 0.95 and "betas" not in optimizer.param_groups[2]
+            optimizer = cls([weight(6, 4)])
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=10)
+        for t in range(3):
+            train(optimizer, 1, start=t)
+            scheduler.step()
+        found = optimizer.param_groups[0]
+        assert 0.85 < (found["betas"][0] if cls is AdamW else found["momentum"]) < 0.95
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_numbers_of_numpy_and_lists_become_plain_options():
+    optimizer = MuonBP(
+        [weight(8, 6)], lr=np.float32(0.5), momentum=np.float64(0.5), period=np.int64(3), block_grid=[np.int32(2), 1]
+    )
+    group = optimizer.param_groups[0]
+    assert [(type(group[k]), group[k]) for k in ("lr", "momentum", "period")] == [(float, 0.5), (float, 0.5), (int, 3)]
+    assert group["block_grid"] == (2, 1)
+    train(optimizer, 2)
+    assert AdamW([weight(3)], betas=[0.9, np.float32(0.5)]).param_groups[0]["betas"] == (0.9, 0.5)
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_defaults_of_the_class_and_of_a_group_that_names_its_algorithm_are_the_same(cls):
+    found = {
+        key: parameter.default
+        for key, parameter in inspect.signature(cls).parameters.items()
+        if key not in ("params", "bucket_bytes", "max_in_flight")
+    }
+    (name,) = (group["algorithm"] for group in cls([weight(4, 4)]).param_groups)
+    assert found == dict(ALGORITHMS[name].options)
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------
@@ -296,8 +458,13 @@ def test_a_refused_group_leaves_no_trace():
     assert len(optimizer.param_groups) == 1 and len(optimizer.state) == 1
 
 
-def test_sparse_gradients_are_refused():
-    w = weight(6, 4)
-    w.grad = torch.ones(6, 4).to_sparse()
-    with pytest.raises(ValueError, match=re.escape("sparse gradient of shape (6, 4)")):
-        Muon([w]).step()
+def test_a_sparse_gradient_is_refused_before_anything_is_updated():
+    first, last = weight(6, 4), weight(6, 4)
+    optimizer = Muon([{"params": [("first", first)]}, {"params": [("last", last)], "algorithm": "adamw"}])
+    before = first.detach().clone()
+    first.grad = torch.ones(6, 4)
+    last.grad = torch.ones(6, 4).to_sparse()
+    with pytest.raises(ValueError, match=re.escape("parameter 'last' of shape (6, 4): a sparse gradient")):
+        optimizer.step()
+    assert torch.equal(first, before) and not optimizer.state[first]["momentum_buffer"].any()
+    assert [group["step"] for group in optimizer.param_groups] == [0, 0]

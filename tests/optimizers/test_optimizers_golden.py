@@ -10,7 +10,7 @@ from optimizers import AdamW, BlockMuon, Muon, MuonBP, PeriodicRowMuon
 from optimizers.engine.directions import unit_rows
 from optimizers.engine.scaling import row_scale, spectral_scale
 from optimizers.orthogonal.coefficients import NS5
-from optimizers.orthogonal.newton_schulz import newton_schulz, orthogonalise
+from optimizers.orthogonal.newton_schulz import orthogonalize, orthogonalize_all
 
 
 def gradient(t, dtype=torch.float64):
@@ -28,7 +28,7 @@ def initial_weight():
 
 
 def ns5(x):
-    return newton_schulz(x, NS5, 5, 1e-7, torch.float64)
+    return orthogonalize(x, NS5, 5, 1e-7, torch.float64)
 
 
 def four_steps(cls, transposed=False, **options):
@@ -166,7 +166,7 @@ def test_ns_is_equivariant_under_transposes_and_rotations():
     p, q = torch.linalg.qr(matrix(1, 5, 5))[0], torch.linalg.qr(matrix(2, 9, 9))[0]
     assert equal(ns5(x.T), ns5(x).T, 1e-13)
     assert equal(
-        newton_schulz(p @ x @ q, NS5, 5, 0.0, torch.float64), p @ newton_schulz(x, NS5, 5, 0.0, x.dtype) @ q, 1e-12
+        orthogonalize(p @ x @ q, NS5, 5, 0.0, torch.float64), p @ orthogonalize(x, NS5, 5, 0.0, x.dtype) @ q, 1e-12
     )
 
 
@@ -205,7 +205,7 @@ ZOO = {
 def test_matrix_zoo(name, dtype):
     x = ZOO[name].float()
     before = x.clone()
-    found = newton_schulz(x, NS5, 5, 1e-7, dtype)
+    found = orthogonalize(x, NS5, 5, 1e-7, dtype)
     assert torch.equal(x, before)
     assert found.dtype == dtype and found.shape == x.shape
     values, scale = torch.linalg.svdvals(found.double()), torch.linalg.svdvals(ZOO[name])
@@ -226,7 +226,7 @@ def test_stacking_does_not_change_fp32_results(monkeypatch):
     matrices = [
         matrix(i, *shape).float() for i, shape in enumerate([(3, 40), (40, 3), (3, 40), (16, 16), (3, 40), (0, 4)])
     ]
-    together = orthogonalise(matrices, NS5, 5, 1e-7, torch.float32)
+    together = orthogonalize_all(matrices, NS5, 5, 1e-7, torch.float32)
     monkeypatch.setattr("optimizers.orthogonal.newton_schulz.STACK_BYTES", 1)
-    alone = orthogonalise(matrices, NS5, 5, 1e-7, torch.float32)
+    alone = orthogonalize_all(matrices, NS5, 5, 1e-7, torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))

@@ -35,7 +35,7 @@ def test_bytes_of_a_balanced_refresh_follow_the_formula():
     ranks, shapes = 4, [(16, 8)] * 8
     (bucket,) = Planner(ranks, 2**26).plan(cargo(shapes, ranks), torch.float32)
     for rank in range(ranks):
-        assert bucket.bytes_sent(rank) == 2 * 4 * 8 * 16 * 8 * (ranks - 1) / ranks**2
+        assert bucket.bytes_sent[rank] == 2 * 4 * 8 * 16 * 8 * (ranks - 1) / ranks**2
 
 
 def test_work_is_dealt_by_flops_and_not_by_count():

@@ -1,5 +1,7 @@
 """Which parameter goes where, and that nothing goes there silently."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -74,8 +76,48 @@ def test_names_of_other_diffusion_transformers():
         "pos_embed",
     ):
         assert "algorithm" in param_groups(Part(**{name: nn.Linear(4, 4, bias=False)}))[0], name
-    for name in ("headless", "multi_heads", "output", "proj", "finally"):
+    for name in ("norm1", "norm_out", "time_step_proj", "caption_projection", "proj_out_2"):
+        assert "algorithm" in param_groups(Part(blocks=Part(**{name: nn.Linear(4, 4, bias=False)})))[0], name
+    for name in ("headless", "multi_heads", "output", "proj", "finally", "normal", "runtime_proj"):
         assert "algorithm" not in param_groups(Part(**{name: nn.Linear(4, 4, bias=False)}))[0], name
+
+
+DIFFUSERS = {
+    "DiTTransformer2DModel": {
+        "num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 8, "num_layers": 2,
+        "sample_size": 8, "patch_size": 2, "num_embeds_ada_norm": 10,
+    },
+    "SD3Transformer2DModel": {
+        "num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4, "num_layers": 2,
+        "sample_size": 8, "patch_size": 2, "joint_attention_dim": 32, "caption_projection_dim": 16,
+        "pooled_projection_dim": 24, "dual_attention_layers": (0,),
+    },
+    "FluxTransformer2DModel": {
+        "num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "num_layers": 1,
+        "num_single_layers": 2, "patch_size": 1, "joint_attention_dim": 32, "pooled_projection_dim": 32,
+        "axes_dims_rope": (4, 4, 8),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("name", DIFFUSERS)
+def test_modulation_and_output_of_diffusers_models_are_no_matrices_but_hidden_projections_are(name, wrapped):
+    import diffusers
+
+    model = getattr(diffusers, name)(**DIFFUSERS[name])
+    prefix = "module.model." if wrapped else ""
+    groups = param_groups(Part(module=Part(model=model)) if wrapped else model)
+    found = set(groups[0]["param_names"])
+    expected = {
+        prefix + path
+        for path, p in model.named_parameters()
+        if path.endswith("weight")
+        and re.search(r"_blocks\.\d+\.(attn\d?\.(to|add)_|ff(_context)?\.|proj_mlp|proj_out)", path)
+        and p.ndim == 2
+    }
+    assert found == expected and len(found) > 8
+    assert any(path.endswith(("blocks.1.proj_out.weight", "blocks.1.ff.net.2.weight")) for path in found)
 
 
 def test_tied_and_frozen_parameters_stay_out_of_the_matrices():

@@ -1,0 +1,43 @@
+"""The last step of every matrix algorithm: from directions to weights."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .directions import Step
+
+
+def apply(step: Step, group: Mapping[str, Any]) -> None:
+    """W_i ← (1 − η·λ)·W_i − η·factor_i·direction_i, in place.
+
+    16-bit weights are updated in a wider temporary and rounded once: in bf16 1 − η·λ itself is 1 for η·λ < 0.002.
+    """
+    if step.weights and step.weights[0].dtype.itemsize < 4:
+        wide = [w.float() for w in step.weights]
+        _apply(Step(wide, step.directions, step.factors), group)
+        torch._foreach_copy_(step.weights, wide)
+    elif step.weights:
+        _apply(step, group)
+
+
+def _apply(step: Step, group: Mapping[str, Any]) -> None:
+    lr, decay = group["lr"], group["weight_decay"]
+    if isinstance(lr, Tensor):
+        lr = lr.to(step.weights[0].device)
+    if decay != 0:
+        torch._foreach_mul_(step.weights, 1 - lr * decay)
+    by_factor: dict[float, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    for weight, direction, factor in zip(step.weights, step.directions, step.factors, strict=True):
+        by_factor[factor][0].append(weight)
+        by_factor[factor][1].append(direction)
+    for factor, (weights, directions) in by_factor.items():
+        if isinstance(lr, Tensor):  # a product of lists with a 0-d tensor stays in the dtype of the lists
+            directions = [d.to(w.dtype) for d, w in zip(directions, weights, strict=True)]
+            torch._foreach_sub_(weights, torch._foreach_mul(directions, lr * factor))
+        else:  # widens 16-bit directions on the fly
+            torch._foreach_add_(weights, directions, alpha=-lr * factor)
