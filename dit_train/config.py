@@ -116,8 +116,10 @@ class MuonConfig:
     """Orthogonalise the Nesterov look-ahead instead of the buffer."""
     momentum_form: Literal["ema", "heavy_ball"] = "ema"
     """M ← μM + (1−μ)G, or M ← μM + G."""
-    ns_steps: int = 5
-    """Newton–Schulz iterations."""
+    ns_coefficients: str = "ns5"
+    """Newton–Schulz polynomials by name: ns5, quintic, polar_express, cans, cubic5, exact, turbo, gram_ns5, …"""
+    ns_steps: int | None = None
+    """Newton–Schulz iterations; null: as many as the named set has."""
     adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] = "match_rms_adamw"
     """How the step scales with the shape, as in torch.optim.Muon."""
     ns_dtype: Literal["auto", "fp32", "bf16"] = "auto"

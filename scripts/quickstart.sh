@@ -24,10 +24,11 @@ if command -v nvidia-smi >/dev/null; then ranks=$("$PYTHON" -c 'import torch; pr
 if [ "$ranks" -eq 0 ]; then ranks=2; fi
 while [ $((128 % ranks)) -ne 0 ]; do ranks=$((ranks - 1)); done
 
+# 1.6e-2 is, of a grid of ratio 2, each one's best rate on this task or equal to it within noise (scripts/sweep.py)
 runs=()
 for optimizer in adamw muon muon_bp periodic_row_muon; do
     runs+=("$folder/$optimizer")
     "$PYTHON" -m dit_train launch --ranks "$ranks" configs/quickstart/base.yaml "configs/optimizers/$optimizer.yaml" \
-        "${overlay[@]}" --run.folder "$folder/$optimizer"
+        "${overlay[@]}" --optimizer.lr 1.6e-2 --run.folder "$folder/$optimizer"
 done
 "$PYTHON" scripts/compare.py "${runs[@]}" --out "$folder"

@@ -80,7 +80,10 @@ def test_an_extractor_of_other_images(tmp_path):
     assert "score.extractor" in refusal(tmp_path, "--score.every", "5", "--score.extractor", "fashion-mnist-cnn")
 
 
-@pytest.mark.parametrize("arguments", [["--optimizer.block_grid", "0"], ["--optimizer.bucket_mib", "1e-9"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--optimizer.block_grid", "0"], ["--optimizer.bucket_mib", "1e-9"], ["--optimizer.ns_coefficients", "n5"]],
+)
 def test_an_option_that_the_optimizer_refuses(tmp_path, arguments):
     assert "optimizer: " in refusal(tmp_path, "--optimizer.name", "muon_bp", *arguments)
 

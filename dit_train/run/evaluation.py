@@ -113,11 +113,14 @@ class Scorer:
         }
 
     def _floor_of(self, data: Dataset) -> dict[str, float]:
-        """The mean score of several draws of training images: one draw of few hundred is off by a third."""
+        """The mean score of several draws of training images: one draw of few hundred is off by a third.
+
+        Their classes are those of the reference, as the samples' are: else class counts alone would set them apart.
+        """
         draws = FLOOR_DRAWS if self._count <= 1000 else 1
         records = []
         for draw in range(draws):
-            images = data.train.images(_draw(data.train, self._count, f"score-floor-{draw}"))
+            images = data.train.images(draw_like(self._labels, data.train, f"score-floor-{draw}"))
             records.append(eval.score.floor(images, self._reference, self._extractor, self._batch))
         return {
             "floor": statistics.fmean(record["value"] for record in records),
@@ -129,3 +132,20 @@ class Scorer:
 def _draw(source: Source, count: int, purpose: str) -> np.ndarray:
     """`count` indices of a source, always the same, in rising order."""
     return np.sort(rng.stream(0, purpose).permutation(len(source))[:count])
+
+
+def draw_like(labels: torch.Tensor, source: Source, purpose: str) -> np.ndarray:
+    """As many indices of a source, with the same classes as far as it has them, always the same, in rising order.
+
+    Args:
+        labels: int64 [n], the classes to meet.
+        source: at least n images.
+        purpose: names the draw.
+    """
+    order = rng.stream(0, purpose).permutation(len(source))
+    classes = source.labels(order).numpy()
+    wanted = np.bincount(labels.numpy(), minlength=classes.max() + 1)
+    chosen = [order[classes == label][:count] for label, count in enumerate(wanted)]
+    picked = np.concatenate(chosen)
+    spare = order[~np.isin(order, picked)]  # for classes of which there are too few
+    return np.sort(np.concatenate([picked, spare[: len(labels) - len(picked)]]))
