@@ -59,8 +59,7 @@ class Evaluation:
         row = {"step": state.step, "kind": kind, "train_seconds": state.train_seconds, **found}
         if kind == "score":
             text = f"{row['metric']} {row['value']:.2f} (floor {row['floor']:.2f})  " + (
-                f"KID x1e3 {1e3 * row['kid']:.2f} ± {1e3 * row['kid_standard_error']:.2f} "
-                f"(floor {1e3 * row['floor_kid']:.2f})"
+                f"KID {row['kid']:.3f} ± {row['kid_standard_error']:.3f} (floor {row['floor_kid']:.3f})"
             )
             if row["not_finite"]:
                 text += f"  ({row['not_finite']} samples are not finite)"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
@@ -17,6 +18,9 @@ from dit_train.diffusion.guidance import guided
 from dit_train.diffusion.samplers import SAMPLERS
 from eval.generate import generate, quantize
 from eval.ranks import gather
+
+_GAP_GREY = 70
+"""Level, of 255, of the lines between samples."""
 
 
 class Sampler:
@@ -52,7 +56,7 @@ class Sampler:
 
 
 def grid(config: Config, data: Dataset, model: torch.nn.Module, device: torch.device) -> Tensor:
-    """A picture of grid x grid samples, a column a class, uint8 [C, side, side]; all ranks call it, all get it."""
+    """A picture of grid x grid samples, a column a class, uint8 [C, height, width]; all ranks call it, all get it."""
     side = config.sample.grid
     indices = torch.arange(side * side)
     images = Sampler(config, data, model, device, lambda i: i % side % data.num_classes)
@@ -61,7 +65,9 @@ def grid(config: Config, data: Dataset, model: torch.nn.Module, device: torch.de
     mine = torch.cat([pixels for _, pixels in made]) if made else torch.empty((0, *shape), dtype=torch.uint8)
     where = torch.cat([kept for kept, _ in made]) if made else indices[:0]
     rows, _ = gather(mine.flatten(1), where)
-    return rearrange(rows.view(-1, *shape), "(r c) k h w -> k (r h) (c w)", r=side)
+    gap = max(1, data.image_size // 16)
+    tiles = F.pad(rows.view(-1, *shape), (0, gap, 0, gap), value=_GAP_GREY)
+    return rearrange(tiles, "(r c) k h w -> k (r h) (c w)", r=side)
 
 
 def save_picture(picture: Tensor, path: Path, pixels: int = 512) -> None:
