@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import sys
 import time
+import typing
 from collections.abc import Sequence
+from typing import Any
 
 from dit_train import exits, overlays
-from dit_train.config import Config, ConfigError
+from dit_train.config import Config, ConfigError, OptimizerConfig
 
 _USAGE = """\
 usage: torchrun --nproc-per-node N -m dit_train CONFIG... [--section.key VALUE ...]
@@ -39,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = config.run.folder
         return _start(config, ranks, words, launching)
     except ConfigError as error:
-        _tell(error, folder)
-        return exits.BAD_INPUT if launching else exits.of_rank(exits.BAD_INPUT)
+        _tell(error, None if launching else folder)
+        return exits.BAD_INPUT
 
 
 def _tell(error: ConfigError, folder: str | None) -> None:
@@ -74,7 +77,7 @@ def _start(config: Config, ranks: int, words: list[str], launching: bool) -> int
         return launch(config, ranks, words)
     from dit_train.run.loop import train
 
-    return exits.of_rank(train(plan))
+    return train(plan)
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -116,8 +119,17 @@ def _help(words: list[str]) -> int:
         print(f"dit_train: {error}", file=sys.stderr)
         return exits.BAD_INPUT
     flags = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
-    with contextlib.suppress(SystemExit):
-        tyro.cli(Config, default=default, args=["--help"], config=flags, prog="dit_train")
+
+    def show(settings: Any, title: str) -> None:
+        with contextlib.suppress(SystemExit):
+            tyro.cli(type(settings), default=settings, args=["--help"], config=flags, prog=title)
+
+    show(default, "dit_train")
+    for other in typing.get_args(OptimizerConfig):
+        if type(default.optimizer) is not other:
+            only = dataclasses.make_dataclass("Other", [("optimizer", other)])
+            only.__doc__ = "With that optimizer instead."
+            show(only(other()), f"dit_train --optimizer.name {other.name}")
     return exits.DONE
 
 

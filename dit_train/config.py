@@ -93,7 +93,7 @@ class AdamWConfig:
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.1
-    """Decoupled weight decay; vectors and embeddings have none."""
+    """Decoupled weight decay; vectors have none."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the two moments."""
     eps: float = 1e-8

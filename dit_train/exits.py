@@ -21,12 +21,20 @@ so that torchrun does not report a failure that is none."""
 
 
 def record(run_folder: str | Path, code: int, message: str) -> None:
-    """Write RUN/exit.json if the run has a folder."""
+    """Write RUN/exit.json, except into a folder that holds something else."""
     folder = Path(run_folder)
-    if (folder / "config.yaml").is_file():
+    if is_free(folder) and not folder.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
         beside = folder / f"exit.json.{os.getpid()}.tmp"  # several ranks may fail at once
         beside.write_text(json.dumps({"code": code, "message": message}) + "\n")
         beside.replace(folder / "exit.json")
+
+
+def is_free(folder: Path) -> bool:
+    """Whether a run may use a folder: it is a run's, empty, not there yet, or holds a code alone."""
+    if not folder.is_dir() or (folder / "config.yaml").is_file():
+        return True
+    return {path.name for path in folder.iterdir()} <= {"exit.json"}
 
 
 def forget(run_folder: str | Path) -> None:
@@ -43,5 +51,5 @@ def recorded(run_folder: str | Path) -> int | None:
 
 
 def of_rank(code: int) -> int:
-    """What a rank returns to torchrun when all ranks leave with `code`."""
-    return DONE if LAUNCHED in os.environ else code
+    """What a rank returns to torchrun: asked to stop is no failure to report where `launch` reads the file."""
+    return DONE if code == STOPPED and LAUNCHED in os.environ else code

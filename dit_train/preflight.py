@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dit_train import overlays
+from dit_train import exits, overlays
 from dit_train.config import Config, ConfigError
 from dit_train.data import sources
 from dit_train.model.sizes import check_model
@@ -57,7 +57,7 @@ def check(config: Config, ranks: int) -> Plan:
     plan = Plan(config, fixed, latest)
     if not plan.finished:  # a finished run answers at once: what follows imports torch
         _check_score(config, images)
-        _check_devices(config)
+        _check_devices(config, ranks)
         _check_optimizer(config, images)
     return plan
 
@@ -100,10 +100,14 @@ def _check_score(config: Config, images: sources.Summary) -> None:
         raise ConfigError(f"score.extractor: {error}") from None
 
 
-def _check_devices(config: Config) -> None:
+def _check_devices(config: Config, ranks: int) -> None:
+    import torch
+
     from dit_train.parallel.mesh import choose_device_type
 
-    choose_device_type(config.parallel)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if choose_device_type(config.parallel) == "cuda" and local > torch.cuda.device_count():
+        raise ConfigError(f"{local} ranks on this host, but {torch.cuda.device_count()} GPUs; start one rank a GPU")
 
 
 def _check_optimizer(config: Config, images: sources.Summary) -> None:
@@ -125,7 +129,7 @@ def _check_optimizer(config: Config, images: sources.Summary) -> None:
 def _check_folder(folder: Path) -> None:
     if folder.is_file():
         raise ConfigError(f"run.folder: {folder} is a file; name a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.yaml").is_file():
+    if not exits.is_free(folder):
         raise ConfigError(f"run.folder: {folder} holds other files; name a new or empty folder")
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):

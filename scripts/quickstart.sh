@@ -29,6 +29,6 @@ runs=()
 for optimizer in adamw muon muon_bp periodic_row_muon; do
     runs+=("$folder/$optimizer")
     "$PYTHON" -m dit_train launch --ranks "$ranks" configs/quickstart/base.yaml "configs/optimizers/$optimizer.yaml" \
-        "${overlay[@]}" --optimizer.lr 1.6e-2 --run.folder "$folder/$optimizer"
+        ${overlay[@]+"${overlay[@]}"} --optimizer.lr 1.6e-2 --run.folder "$folder/$optimizer"
 done
 "$PYTHON" scripts/compare.py "${runs[@]}" --out "$folder"

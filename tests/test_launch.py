@@ -46,7 +46,10 @@ def test_help_lists_every_section_and_imports_nothing_heavy():
     )
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr
-    for flag in ("--model.width", "--optimizer.lr", "--train.steps", "--score.every", "--run.folder"):
+    for flag in (
+        *("--model.width", "--optimizer.lr", "--train.steps", "--score.every", "--run.folder"),
+        *("--optimizer.period", "--optimizer.block-grid", "--optimizer.row-lr-ratio", "--optimizer.adamw.lr"),
+    ):
         assert flag in shown.stdout
 
 
@@ -64,6 +67,19 @@ def test_bad_input_is_one_line_and_code_2_before_any_rank(tmp_path, arguments, l
     assert shown.returncode == 2
     assert line in shown.stderr and len(shown.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_what_only_the_shards_show_is_one_line_and_code_2_too(tmp_path):
+    folder = tmp_path / "run"
+    arguments = ["--optimizer.name", "muon_bp", "--optimizer.block_grid", "3", "--score.every", "0"]
+    shown = call(*launch_arguments(folder, *arguments))
+    assert shown.returncode == 2, shown.stderr
+    lines = [line for line in shown.stderr.splitlines() if line.startswith("dit_train:")]
+    assert len(lines) == 1 and "block_grid" in lines[0] and "Traceback" not in shown.stderr
+    assert exit_file(folder) == 2 and [path.name for path in folder.iterdir()] == ["exit.json"]
+    # the folder is still free for the mended command
+    shown = call(*launch_arguments(folder, *arguments[:-4], "--score.every", "0", "--train.steps", "1"))
+    assert shown.returncode == 0, shown.stderr
 
 
 @pytest.mark.parametrize("ranks", [[], ["--ranks", "0"], ["--ranks", "two"], ["--ranks"]])

@@ -50,10 +50,6 @@ def joined(config: ParallelConfig) -> Iterator[World]:
     device = torch.device(kind)
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        if device.index >= torch.cuda.device_count():
-            raise ConfigError(
-                f"{device.index + 1} ranks on this host, but {torch.cuda.device_count()} GPUs; start one a GPU"
-            )
         torch.cuda.set_device(device)
     if dist.is_initialized():
         yield _world(device)

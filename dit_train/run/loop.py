@@ -52,8 +52,10 @@ def _leave(folder: str, error: ConfigError) -> int:
 
     Where all met it, one line is enough: whoever finds the code recorded keeps quiet.
     """
-    if int(os.environ.get("RANK", 0)) != 0:
-        time.sleep(1)
+    for _ in range(30 if int(os.environ.get("RANK", 0)) else 0):
+        if exits.recorded(folder) == exits.BAD_INPUT:
+            break
+        time.sleep(0.1)
     if exits.recorded(folder) != exits.BAD_INPUT:
         exits.record(folder, exits.BAD_INPUT, str(error))
         print(f"dit_train: {error}", file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@ import torch
 
 from dit_train import overlays, rng
 from dit_train.data import sources
-from dit_train.run.batch import Prefetcher, draw, share
+from dit_train.run.batch import Prefetcher, draw, heldout, share
 
 CONFIG = overlays.read([], ["--train.batch", "24", "--model.label_dropout", "0.3"])
 DATA = sources.load(CONFIG.data)
@@ -83,3 +83,27 @@ def test_the_global_generators_are_not_touched():
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
     draw(CONFIG, DATA, 0, share(24, 0, 1))
     assert torch.equal(torch.get_rng_state(), before[0]) and (np.random.get_state()[1] == before[1]).all()
+
+
+def noise_of(batch):
+    return batch.x_t + (1 - batch.t.view(-1, 1, 1, 1)) * batch.target
+
+
+def test_noise_and_dropped_labels_change_with_seed_and_step():
+    other = overlays.read([], ["--train.batch", "24", "--train.seed", "1", "--model.label_dropout", "0.3"])
+    first = draw(CONFIG, DATA, 0, share(24, 0, 1))
+    for again in (draw(CONFIG, DATA, 1, share(24, 0, 1)), draw(other, DATA, 0, share(24, 0, 1))):
+        correlation = torch.corrcoef(torch.stack([noise_of(first).flatten(), noise_of(again).flatten()]))[0, 1]
+        assert abs(correlation) < 0.1
+    masks = [[draw(c, DATA, step, share(24, 0, 1)).labels == 10 for step in range(9)] for c in (CONFIG, other)]
+    assert not torch.equal(torch.cat(masks[0]), torch.cat(masks[1]))
+
+
+def test_held_out_batches_hold_held_out_images_and_their_classes():
+    indices, times = np.array([5, 300, 2]), np.array([0.2, 0.5, 0.9], dtype=np.float32)
+    batch = heldout(0, DATA, indices, times)
+    x0 = batch.x_t - batch.t.view(-1, 1, 1, 1) * batch.target
+    assert torch.allclose(x0 * 127.5 + 127.5, DATA.heldout.images(indices).float(), atol=1e-3)
+    assert torch.equal(batch.labels, DATA.heldout.labels(indices)) and batch.t.tolist() == pytest.approx(times.tolist())
+    alone = heldout(0, DATA, indices[1:2], times[1:2])
+    assert torch.equal(alone.x_t[0], batch.x_t[1])  # the noise belongs to the image

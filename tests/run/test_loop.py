@@ -1,0 +1,206 @@
+"""The parts of a run do what the metrics say: rates, averages, clipping, precision, scores, samples."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dit_train import overlays, preflight
+from dit_train.parallel import precision
+from dit_train.parallel.mesh import joined
+from dit_train.run import evaluation, loop, optimizer, sampling, schedule
+from dit_train.run.batch import draw, share
+from dit_train.run.ema import EMA
+from dit_train.run.faults import StopRequest
+from dit_train.run.setup import prepare
+from eval.references import Reference
+
+TINY = (
+    "--model.width 32 --model.depth 1 --model.heads 2 --train.batch 8 --train.steps 4 --train.compute_dtype fp32 "
+    "--optimizer.name muon --schedule.warmup_steps 2 --sample.steps 2 --sample.grid 0 --run.validate_count 16 "
+    "--run.tensorboard false --parallel.device cpu"
+).split()
+
+
+@pytest.fixture(scope="module")
+def world():
+    with joined(overlays.read([], TINY).parallel) as joined_world:
+        yield joined_world
+
+
+def plan(tmp_path, *arguments):
+    return preflight.check(overlays.read([], [*TINY, "--run.folder", str(tmp_path / "run"), *arguments]), 1)
+
+
+def rows(tmp_path, name):
+    return [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
+
+
+def test_rates_averages_and_losses_are_what_the_optimizer_and_the_weights_had(tmp_path, world, monkeypatch):
+    seen, rates = [], []
+    update = EMA.update
+
+    def spy(ema, step):
+        seen.append([parameter.full_tensor().clone() for parameter in ema.model.parameters()])
+        update(ema, step)
+        spy.ema = ema
+
+    build = optimizer.build
+
+    def built(config, model):
+        steps = build(config, model)
+        inner = steps.step
+        monkeypatch.setattr(steps, "step", lambda: (rates.append([g["lr"] for g in steps.param_groups]), inner())[1])
+        seen.append([parameter.full_tensor().clone() for parameter in model.parameters()])
+        return steps
+
+    monkeypatch.setattr(EMA, "update", spy)
+    made = plan(tmp_path, "--optimizer.adamw.lr", "0.5", "--train.ema_decay", "0.9")
+    monkeypatch.setattr(optimizer, "build", built)
+    assert loop.train(made) == 0
+    config = made.config
+    factors = [schedule.factor(config.schedule, step, 4) for step in range(4)]
+    assert rates == [[1e-3 * factor, 0.5 * factor, 0.5 * factor] for factor in factors]
+    assert [row["lr"] for row in rows(tmp_path, "metrics.jsonl")] == [1e-3 * factor for factor in factors]
+    average = seen[0]
+    for step, weights in enumerate(seen[1:]):
+        decay = min(0.9, (1 + step) / (10 + step))
+        average = [decay * a + (1 - decay) * w for a, w in zip(average, weights, strict=True)]
+    for ours, theirs in zip(average, spy.ema.weights.values(), strict=True):
+        assert torch.allclose(ours, theirs.full_tensor(), atol=1e-6)
+    losses = rows(tmp_path, "scores.jsonl")[-1]
+    assert losses["heldout_loss"] != losses["heldout_loss_raw"] and losses["heldout_count"] == 16
+
+
+def test_clipped_gradients_and_the_unclipped_norm_in_the_log(tmp_path, world):
+    with StopRequest() as stop:
+        run = prepare(plan(tmp_path, "--train.clip_norm", "0.1"), world)
+        batch = draw(run.config, run.data, 0, share(8, 0, 1))
+        _, norm, stopping = loop._forward_backward(run, batch, stop)
+    clipped = math.sqrt(sum(p.grad.full_tensor().square().sum().item() for p in run.model.parameters()))
+    assert norm > 0.2 and clipped == pytest.approx(0.1, rel=1e-3) and not stopping
+
+
+def test_auto_takes_the_faster_dtype_and_a_resume_keeps_it(tmp_path, world, monkeypatch):
+    auto = ("--train.compute_dtype", "auto", "--run.checkpoint_every", "2")
+    monkeypatch.setattr(precision, "measure", lambda *_: {"fp32": 2.0, "bf16": 1.0})
+    assert loop.train(plan(tmp_path, *auto, "--train.steps", "2")) == 0
+    assert "compute dtype bf16 (measured: fp32 2.0 ms, bf16 1.0 ms)" in (tmp_path / "run" / "config.yaml").read_text()
+    monkeypatch.setattr(precision, "measure", lambda *_: {"fp32": 1.0, "bf16": 2.0})
+    assert loop.train(plan(tmp_path, *auto)) == 0
+    assert "compute dtype bf16 (as measured when" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_both_dtypes_can_be_measured(tmp_path, world):
+    made = plan(tmp_path)
+    found = precision.measure(made.config, prepare(made, world).data, world)
+    assert found.keys() == {"fp32", "bf16"} and all(0 < ms < math.inf for ms in found.values())
+
+
+def test_scores_compare_averaged_weights_with_held_out_images_and_their_classes(tmp_path, world, monkeypatch):
+    run = prepare(plan(tmp_path, "--score.every", "4", "--sample.batch", "64"), world)
+    for average in run.ema.weights.values():
+        average.fill_(0.25)
+    real, drawn, weights = {}, [], []
+    of = Reference.of
+
+    def spy(images, extractor, batch, name):
+        real["images"] = images
+        return of(images, extractor, batch, name)
+
+    monkeypatch.setattr(Reference, "of", spy)
+    monkeypatch.setattr(
+        evaluation.eval.score, "floor", lambda images, *_: drawn.append(images) or {"value": 1, "kid": 1}
+    )
+    scorer = evaluation.Scorer(run)
+    heldout = run.data.heldout.images(range(359))
+    assert torch.equal(real["images"], heldout)
+    trained = {bytes(image) for image in run.data.train.images(range(1438)).flatten(1).numpy()}
+    assert len(drawn) == 5 and all(bytes(image) in trained for image in drawn[0].flatten(1).numpy())
+
+    class Sampler:
+        broken = frozenset({3})
+
+        def __init__(self, config, data, model, device, labels):
+            self.model = model
+            assert torch.equal(labels(torch.arange(359)), run.data.heldout.labels(range(359)))
+
+        def __call__(self, indices):
+            weights.append(next(self.model.parameters()).full_tensor().flatten()[0].item())
+            return heldout[indices]
+
+    monkeypatch.setattr(sampling, "Sampler", Sampler)
+    record = scorer.score()
+    assert set(weights) == {0.25}
+    assert record["value"] < 1e-6 and record["n_gen"] == 359 and record["not_finite"] == 1
+
+
+class Recorder(torch.nn.Module):
+    """A model that keeps the labels it is asked for and knows one class from another."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def forward(self, x, t, labels):
+        self.asked.append(labels.tolist())
+        return x * labels.view(-1, 1, 1, 1) / 10
+
+
+def samples(indices, **changes):
+    config = overlays.read([], TINY)
+    config = dataclasses.replace(config, sample=dataclasses.replace(config.sample, **changes))
+    data = type("Data", (), {"channels": 1, "image_size": 8, "num_classes": 10})()
+    model = Recorder()
+    made = sampling.Sampler(config, data, model, torch.device("cpu"), lambda i: i % 10)(torch.tensor(indices))
+    return made, model.asked
+
+
+def test_a_sample_depends_on_its_index_and_the_seed_alone():
+    eight, _ = samples(list(range(8)))
+    two, _ = samples([3, 5])
+    assert torch.equal(two, eight[[3, 5]])
+    assert not torch.equal(eight[3], eight[5])
+    assert not torch.equal(eight, samples(list(range(8)), seed=9)[0])
+
+
+def test_guidance_asks_for_the_null_class_beside_each():
+    _, plain = samples([3, 14])
+    _, guided = samples([3, 14], guidance=2.0)
+    assert plain[0] == [3, 4] and guided[0] == [3, 4, 10, 10]
+
+
+def test_a_grid_has_a_class_a_column(tmp_path, world, monkeypatch):
+    run = prepare(plan(tmp_path, "--sample.grid", "3", "--sample.batch", "4"), world)
+    monkeypatch.setattr(
+        sampling,
+        "Sampler",
+        lambda *args: lambda i: (10 * args[-1](i) + 1).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 8, 8),
+    )
+    picture = sampling.grid(run.config, run.data, run.model, world.device)
+    assert picture.shape == (1, 27, 27) and dist.get_world_size() == 1
+    assert picture[0, ::9, ::9].tolist() == [[1, 11, 21]] * 3
+
+
+def test_tensorboard_and_the_newest_checkpoints_are_written(tmp_path, world):
+    arguments = ("--run.tensorboard", "true", "--run.checkpoint_every", "1", "--run.keep_checkpoints", "2")
+    assert loop.train(plan(tmp_path, *arguments, "--sample.grid", "2")) == 0
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
+    assert (tmp_path / "run" / "samples" / "step_0000004.png").is_file()
+
+
+def test_the_real_model_is_routed_as_documented(tmp_path, world):
+    run = prepare(plan(tmp_path, "--optimizer.adamw.betas", "0.8", "0.9", "--model.swiglu", "true"), world)
+    matrices, decayed, plain = run.optimizer.param_groups
+    assert {name.split(".", 2)[2] for name in matrices["param_names"]} == {
+        *(f"attention.{part}.weight" for part in ("query", "key", "value", "output")),
+        *(f"mlp.{part}.weight" for part in ("gate", "up", "down")),
+    }
+    assert (matrices["algorithm"], decayed["algorithm"], plain["algorithm"]) == ("muon", "adamw", "adamw")
+    assert "blocks.0.modulation.linear.weight" in decayed["param_names"]
+    assert (matrices["weight_decay"], decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.1, 0.0)
+    assert tuple(decayed["betas"]) == tuple(plain["betas"]) == (0.8, 0.9)
