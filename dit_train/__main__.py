@@ -14,6 +14,8 @@ from typing import Any
 
 from dit_train import exits, overlays
 from dit_train.config import Config, ConfigError, OptimizerConfig
+from dit_train.run import folder
+from dit_train.run.stop import StopRequest
 
 _USAGE = """\
 usage: torchrun --nproc-per-node N -m dit_train CONFIG... [--section.key VALUE ...]
@@ -35,18 +37,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = words[1:] if launching else words
     if not words or {"-h", "--help"} & set(words):
         return _help(words)
-    folder = None
+    run_folder = None
     try:
         ranks, words = _take_ranks(words) if launching else (int(os.environ.get("WORLD_SIZE", 1)), words)
         config = _read(words)
-        folder = config.run.folder
-        return _start(config, ranks, words, launching)
+        run_folder = config.run.folder
+        with StopRequest() as stop:  # from here on, since imports take seconds
+            return _start(config, ranks, words, launching, stop)
     except ConfigError as error:
-        _tell(error, None if launching else folder)
+        _tell(error, None if launching else run_folder)
         return exits.BAD_INPUT
 
 
-def _tell(error: ConfigError, folder: str | None) -> None:
+def _tell(error: ConfigError, run_folder: str | None) -> None:
     """Rank 0 prints the line and records the code; the others leave it the time to, since torchrun ends all at once.
 
     Where another host alone has met bad input, its first rank speaks.
@@ -54,30 +57,30 @@ def _tell(error: ConfigError, folder: str | None) -> None:
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     if rank == 0:
         print(f"dit_train: {error}", file=sys.stderr, flush=True)
-        if folder is not None:
-            exits.record(folder, exits.BAD_INPUT, str(error))
+        if run_folder is not None:
+            folder.record(run_folder, exits.BAD_INPUT, str(error))
         return
     time.sleep(_SECONDS_FOR_RANK_0)
     if local_rank == 0:
         print(f"dit_train: {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
 
 
-def _start(config: Config, ranks: int, words: list[str], launching: bool) -> int:
+def _start(config: Config, ranks: int, words: list[str], launching: bool, stop: StopRequest) -> int:
     from dit_train import preflight
 
     plan = preflight.check(config, ranks)
     if plan.finished:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"{config.run.folder}  done: {config.train.steps} steps", flush=True)
-            exits.record(config.run.folder, exits.DONE, "done")
+            folder.record(config.run.folder, exits.DONE, "done")
         return exits.DONE
     if launching:
         from dit_train.launch import launch
 
-        return launch(config, ranks, words)
+        return launch(config, ranks, words, stop)
     from dit_train.run.loop import train
 
-    return train(plan)
+    return train(plan, stop)
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -134,4 +137,9 @@ def _help(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if "RANK" in os.environ:  # gloo's threads abort the process now and then while the interpreter ends
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -11,24 +11,28 @@ from collections.abc import Sequence
 
 from dit_train import exits
 from dit_train.config import Config
+from dit_train.run import folder
+from dit_train.run.stop import StopRequest, heeded
 
 _SHUTDOWN_SECONDS = 300
 """How long ranks that were asked to stop may take to save."""
 
 
-def launch(config: Config, ranks: int, arguments: Sequence[str]) -> int:
+def launch(config: Config, ranks: int, arguments: Sequence[str], stop: StopRequest) -> int:
     """Train on `ranks` local ranks with these config arguments (already checked); signals reach every rank."""
     os.environ[exits.LAUNCHED] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_SECONDS))
-    exits.forget(config.run.folder)
-    code = _torchrun(ranks, arguments)
-    recorded = exits.recorded(config.run.folder)
-    return code if recorded is None else recorded
+    folder.forget(config.run.folder)
+    failure = _torchrun(ranks, arguments, stop)
+    recorded = folder.recorded(config.run.folder)
+    if recorded is not None:
+        return recorded  # even if a rank crashed afterwards, on its way out
+    return exits.FAILED if failure is None else failure
 
 
-def _torchrun(ranks: int, arguments: Sequence[str]) -> int:
-    """Run the ranks; a code for how torchrun saw them end, for ranks that left none in the run folder."""
+def _torchrun(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int | None:
+    """Run the ranks; None if all ended well, else a code for how torchrun saw them end."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -36,15 +40,17 @@ def _torchrun(ranks: int, arguments: Sequence[str]) -> int:
     options = [
         "--standalone",
         f"--nproc-per-node={ranks}",
-        f"--signals-to-handle={','.join((*exits.STOP_SIGNALS, 'SIGQUIT'))}",
+        f"--signals-to-handle={','.join(heeded())}",
         "--module",
         "dit_train",
     ]
     try:
+        if stop.asked:  # while all this was imported
+            return exits.STOPPED
         run(parse_args([*options, *arguments]))
     except ChildFailedError as failed:  # the rank has told its own story on stderr
         codes = {failure.exitcode for failure in failed.failures.values()}
         return exits.BAD_INPUT if exits.BAD_INPUT in codes else exits.FAILED
     except SignalException:
-        return exits.STOPPED  # before the run had a folder; there is nothing to lose
-    return exits.FAILED  # ranks that end well record their code
+        return exits.STOPPED  # if before the first step, ranks had nothing to save
+    return None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dit_train import exits, overlays
+from dit_train import overlays
 from dit_train.config import Config, ConfigError
 from dit_train.data import sources
 from dit_train.model.sizes import check_model
-from dit_train.run import checkpoint
+from dit_train.run import checkpoint, folder
 from dit_train.run.checkpoint import Checkpoint
 
 _FIXED = ("model", "data", "objective.timesteps", "train.seed", "train.batch", "optimizer.name")
@@ -47,13 +48,18 @@ def check(config: Config, ranks: int) -> Plan:
             other, the run folder is somebody else's, its newest checkpoint is damaged or of another model.
     """
     _check_batch(config, ranks)
-    images = sources.check(config.data)
+    try:
+        images = sources.check(config.data)
+    except MemoryError:
+        raise ConfigError("data: too many images for the memory of this host; lower data.count") from None
     check_model(config.model, images.image_size)
-    _check_folder(Path(config.run.folder))
+    folder.check(config.run.folder)
     fixed = _fixed_settings(config, images)
     latest = checkpoint.find_latest(config.run.folder)
     if latest is not None:
         _check_unchanged(latest, fixed)
+    else:
+        _check_history(config)
     plan = Plan(config, fixed, latest)
     if not plan.finished:  # a finished run answers at once: what follows imports torch
         _check_score(config, images)
@@ -84,6 +90,11 @@ def _check_score(config: Config, images: sources.Summary) -> None:
         return
     held, trained = images.heldout_count, images.train_count
     count = settings.count or min(held, trained)
+    if min(held, trained) < 4:
+        raise ConfigError(
+            f"score.every: a score needs 4 held-out images, but there are {held} (and {trained} to train on); add "
+            "images or set it to 0"
+        )
     if not 4 <= count <= min(held, trained):
         raise ConfigError(
             f"score.count: {count} images cannot be scored against {held} held-out and {trained} training ones; "
@@ -119,21 +130,30 @@ def _check_optimizer(config: Config, images: sources.Summary) -> None:
 
     with torch.device("meta"):
         shape = {"channels": images.channels, "image_size": images.image_size, "num_classes": images.num_classes}
-        model = DiT(config.model, **shape)
+        try:
+            model = DiT(config.model, **shape)
+        except (TypeError, RuntimeError) as error:
+            raise ConfigError(f"model: too large to be built ({str(error).splitlines()[0][:80]})") from None
         try:
             optimizer.build(config.optimizer, model)
         except ValueError as error:
             raise ConfigError(f"optimizer: {error}") from None
 
 
-def _check_folder(folder: Path) -> None:
-    if folder.is_file():
-        raise ConfigError(f"run.folder: {folder} is a file; name a folder")
-    if not exits.is_free(folder):
-        raise ConfigError(f"run.folder: {folder} holds other files; name a new or empty folder")
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise ConfigError(f"run.folder: {folder} cannot be made, since {nearest} is no folder that may be written to")
+def _check_history(config: Config) -> None:
+    """Refuse to begin anew, which would drop the metrics, where checkpoints should be and are not."""
+    rows = _last_step(Path(config.run.folder) / "metrics.jsonl")
+    if rows >= min(config.run.checkpoint_every, config.train.steps):
+        raise ConfigError(
+            f"run.folder: metrics.jsonl reaches step {rows}, but {checkpoint.folder_of(config.run.folder)} has no "
+            "checkpoint; put it back, or name another run.folder"
+        )
+
+
+def _last_step(path: Path) -> int:
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    found = [int(step) for line in lines for step in re.findall(r'^{"step": (\d+),', line)]
+    return max(found, default=0)
 
 
 def _fixed_settings(config: Config, images: sources.Summary) -> dict[str, Any]:

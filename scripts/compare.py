@@ -9,6 +9,7 @@ whose scores were not taken alike are refused.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import statistics
 import sys
@@ -59,17 +60,27 @@ class Incomparable(ValueError):
 
 
 def read(folder: Path) -> Finished:
-    """Read a run folder."""
+    """Read a run folder. Raises `Incomparable` where it is none, not finished or damaged."""
+    try:
+        return _read(folder)
+    except (KeyError, TypeError, AttributeError, yaml.YAMLError, OSError) as error:
+        raise Incomparable(f"{folder}: damaged run folder ({type(error).__name__}: {error})") from None
+
+
+def _read(folder: Path) -> Finished:
     if not (folder / "config.yaml").is_file():
         raise Incomparable(f"{folder}: no run folder (config.yaml is missing)")
     rows = metrics.read(folder / "scores.jsonl")
     scores = [row for row in rows if row["kind"] == "score"]
     losses = [row for row in rows if row["kind"] == "held-out"]
-    if not scores or not losses:
-        raise Incomparable(f"{folder}: no scores yet; train it with score.every above 0")
+    for found, setting in ((scores, "score.every"), (losses, "run.validate_every")):
+        if not found:
+            raise Incomparable(f"{folder}: scores.jsonl lacks rows; train it with {setting} above 0")
     config = yaml.safe_load((folder / "config.yaml").read_text())
     if scores[-1]["step"] != config["train"]["steps"]:
         raise Incomparable(f"{folder}: not finished, scored last at step {scores[-1]['step']}; run its command again")
+    if not metrics.read(folder / "metrics.jsonl"):
+        raise Incomparable(f"{folder}: metrics.jsonl is missing or empty")
     return Finished(folder, config, metrics.read(folder / "metrics.jsonl"), scores, losses)
 
 
@@ -173,7 +184,8 @@ def draw_samples(runs: Sequence[Finished], path: Path) -> None:
         panel.set_axis_off()
         panel.set_title(run.name)
         if run.samples is not None:
-            panel.imshow(pyplot.imread(run.samples))
+            with contextlib.suppress(OSError, SyntaxError, ValueError):  # a damaged picture is left out
+                panel.imshow(pyplot.imread(run.samples))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -190,7 +202,11 @@ def main() -> int:
     except Incomparable as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"compare: --out {arguments.out}: {error.strerror}; name a folder", file=sys.stderr)
+        return 2
     text = table(runs)
     (arguments.out / "comparison.md").write_text(text + "\n")
     draw_curves(runs, arguments.out / "comparison.png")

@@ -102,6 +102,15 @@ def sweep_all(sweep: Sweep, optimizers: Sequence[str]) -> dict[str, dict[float, 
         return dict(zip(optimizers, growers.map(one, optimizers), strict=True))
 
 
+def _check_measured(sweep: Sweep, optimizers: Sequence[str]) -> None:
+    """Refuse, before anything is trained, settings that would leave nothing to compare."""
+    for optimizer in optimizers:
+        config = overlays.read([*sweep.base, optimizer])
+        for name, every in (("run.validate_every", config.run.validate_every), ("score.every", config.score.every)):
+            if not every:
+                raise ConfigError(f"{name}: a sweep compares held-out losses and scores; set it above 0")
+
+
 def loss_table(losses: dict[str, dict[float, float]]) -> str:
     """A Markdown table: final held-out loss by optimizer and learning rate, the best in bold."""
     lrs = sorted({lr for found in losses.values() for lr in found})
@@ -128,6 +137,7 @@ def main() -> int:
         parser.error("--factor must be above 1, --ranks and --jobs at least 1, --start above 0")
     sweep = Sweep(arguments.base, arguments.out, arguments.ranks, arguments.jobs, arguments.factor, arguments.start)
     try:
+        _check_measured(sweep, arguments.optimizer)
         losses = sweep_all(sweep, arguments.optimizer)
     except (ConfigError, RuntimeError) as error:
         print(f"sweep: {error}", file=sys.stderr)

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,7 @@ def test_what_only_the_shards_show_is_one_line_and_code_2_too(tmp_path):
     assert shown.returncode == 2, shown.stderr
     lines = [line for line in shown.stderr.splitlines() if line.startswith("dit_train:")]
     assert len(lines) == 1 and "block_grid" in lines[0] and "Traceback" not in shown.stderr
-    assert exit_file(folder) == 2 and [path.name for path in folder.iterdir()] == ["exit.json"]
+    assert exit_file(folder) == 2 and {path.name for path in folder.iterdir()} == {"exit.json", "lock"}
     # the folder is still free for the mended command
     shown = call(*launch_arguments(folder, *arguments[:-4], "--score.every", "0", "--train.steps", "1"))
     assert shown.returncode == 0, shown.stderr
@@ -153,3 +154,47 @@ def test_colour_images_are_scored_by_an_imagenet_encoder_without_torchrun(tmp_pa
     assert score["metric"] == "FD-efficientnet-lite0@128" and score["n_gen"] == score["n_ref"] == 12
     assert 0 < score["floor"] < score["value"] and score["not_finite"] == 0 and score["ranks"] == 1
     assert Image.open(folder / "samples" / "step_0000002.png").mode == "RGB"
+
+
+def wait_for(started: subprocess.Popen, text: str) -> None:
+    for line in started.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"ended before {text!r}")
+
+
+def test_ranks_whose_launcher_is_killed_save_and_stop_and_keep_the_folder_until_then(tmp_path):
+    folder = tmp_path / "run"
+    arguments = launch_arguments(folder, "--train.steps", "5000", "--score.every", "0")
+    with subprocess.Popen(command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True) as started:
+        wait_for(started, "step 5/")
+        second = call(*arguments)
+        assert second.returncode == 2 and "another run is using" in second.stderr
+        started.kill()
+        started.stdout.read()  # until the ranks have ended too
+    assert exit_file(folder) == 85
+    assert steps(folder) == list(range(1, steps(folder)[-1] + 1))
+    assert (folder / "checkpoints" / f"step_{steps(folder)[-1]:07d}" / "state.json").is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_before_the_first_step_is_code_85_without_a_traceback(tmp_path, number):
+    arguments = launch_arguments(tmp_path / "run", "--score.every", "0")
+    with subprocess.Popen(command(*arguments), cwd=ROOT, stderr=subprocess.PIPE, text=True) as started:
+        time.sleep(1.5)  # python has started, torch is being imported
+        started.send_signal(number)
+        errors = started.stderr.read()
+    assert started.returncode == 85, errors
+    assert "Traceback" not in errors
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored(tmp_path):
+    folder = tmp_path / "run"
+    arguments = launch_arguments(folder, "--train.steps", "40", "--score.every", "0")
+    quiet = "import signal, os, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    words = [sys.executable, "-c", quiet, *command(*arguments)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as started:
+        wait_for(started, "step 5/")
+        started.send_signal(signal.SIGHUP)
+        started.stdout.read()
+    assert started.returncode == 0 and steps(folder)[-1] == 40

@@ -7,6 +7,7 @@ import torch
 
 from dit_train import overlays, preflight
 from dit_train.config import ConfigError
+from dit_train.run import folder
 
 
 def plan(tmp_path, *arguments, ranks=2):
@@ -24,14 +25,14 @@ def refusal(tmp_path, *arguments, ranks=2) -> str:
 def write_checkpoint(tmp_path, step=10, **fixed):
     """A folder that looks like a complete checkpoint of `plan`'s settings."""
     made = plan(tmp_path)
-    folder = tmp_path / "run" / "checkpoints" / f"step_{step:07d}"
-    folder.mkdir(parents=True)
-    (tmp_path / "run" / "config.yaml").write_text("")
-    (folder / "part.distcp").write_bytes(b"12345")
+    where = tmp_path / "run" / "checkpoints" / f"step_{step:07d}"
+    where.mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("# dit-train: a test\n")
+    (where / "part.distcp").write_bytes(b"12345")
     run = {"step": step, "train_seconds": 1.0, "skipped": 0, "compute_dtype": "fp32"}
     state = {"run": run, "fixed": made.fixed | fixed, "optimizer_steps": [], "files": {"part.distcp": 5}}
-    (folder / "state.json").write_text(json.dumps(state))
-    return folder
+    (where / "state.json").write_text(json.dumps(state))
+    return where
 
 
 def test_a_new_run_may_start(tmp_path):
@@ -107,40 +108,101 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
 
 def test_a_run_folder_that_is_a_file(tmp_path):
     (tmp_path / "run").write_text("x")
-    assert "is a file" in refusal(tmp_path)
+    assert "holds other files" in refusal(tmp_path)
+
+
+def test_a_config_of_somebody_else_does_not_make_a_run_folder(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("my: precious\n")
+    assert "holds other files" in refusal(tmp_path)
+
+
+def test_a_run_folder_in_use_is_refused(tmp_path):
+    write_checkpoint(tmp_path)
+    with folder.locked(tmp_path / "run"):
+        assert "another run is using" in refusal(tmp_path)
+    assert plan(tmp_path).resume is not None
+
+
+def test_metrics_without_their_checkpoints_are_not_dropped(tmp_path):
+    made = write_checkpoint(tmp_path, 500)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 499, "loss": 1}\n{"step": 500, "loss": 1}\n')
+    made.parent.rename(tmp_path / "run" / "checkpoints_bak")
+    text = refusal(tmp_path)
+    assert "reaches step 500" in text and "put it back" in text
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 99, "loss": 1}\n')  # killed before the first save
+    assert plan(tmp_path).resume is None
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "samples", "tensorboard"])
+def test_a_file_where_a_folder_belongs(tmp_path, name):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("# dit-train: a test\n")
+    (tmp_path / "run" / name).write_text("x")
+    assert f"{name} is not a folder; move it away" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "exit.json"])
+def test_a_folder_where_a_file_belongs(tmp_path, name):
+    (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("# dit-train: a test\n")
+    assert f"{name} is not a file; move it away" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "nul\0byte", "dangling"])
+def test_a_run_folder_that_cannot_be(tmp_path, name):
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone" / "far")
+    assert "run.folder: " in refusal(tmp_path, "--run.folder", str(tmp_path / name))
+
+
+@pytest.mark.parametrize("arguments", [["--model.mlp_ratio", "1e300"], ["--model.mlp_ratio", "1e15"]])
+def test_a_model_beyond_all_memory(tmp_path, arguments):
+    assert "model: " in refusal(tmp_path, *arguments)
+
+
+def test_a_held_out_set_that_is_too_small_to_score(tmp_path):
+    data = ["--data.source", "synthetic", "--data.image_size", "8", "--data.count", "10", "--data.classes", "1"]
+    assert "needs 4 held-out images, but there are 2" in refusal(tmp_path, *data, "--score.every", "5")
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path):
     write_checkpoint(tmp_path, 5)
-    folder = write_checkpoint(tmp_path, 10)
+    made_at = write_checkpoint(tmp_path, 10)
     made = plan(tmp_path)
-    assert (made.resume.folder, made.resume.state.step) == (folder, 10)
+    assert (made.resume.folder, made.resume.state.step) == (made_at, 10)
     assert plan(tmp_path, "--train.steps", "10").finished
 
 
 def test_an_interrupted_save_is_passed_over(tmp_path):
-    folder = write_checkpoint(tmp_path, 10)
-    (folder.parent / "step_0000020.tmp").mkdir()
+    made_at = write_checkpoint(tmp_path, 10)
+    (made_at.parent / "step_0000020.tmp").mkdir()
     assert plan(tmp_path).resume.state.step == 10
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove part", "remove state", "garble state", "empty state"])
+@pytest.mark.parametrize(
+    "damage",
+    ["truncate", "remove part", "remove state", "garble state", "empty state", "phase of text", "negative step"],
+)
 def test_a_damaged_checkpoint_is_refused_and_kept(tmp_path, damage):
     write_checkpoint(tmp_path, 5)
-    folder = write_checkpoint(tmp_path, 10)
-    part, state = folder / "part.distcp", folder / "state.json"
+    made_at = write_checkpoint(tmp_path, 10)
+    part, state = made_at / "part.distcp", made_at / "state.json"
     if damage == "truncate":
         part.write_bytes(b"12")
     elif damage == "remove part":
         part.unlink()
     elif damage == "remove state":
         state.unlink()
+    elif damage == "phase of text":
+        state.write_text(state.read_text().replace('"optimizer_steps": []', '"optimizer_steps": ["x"]'))
+    elif damage == "negative step":
+        state.write_text(state.read_text().replace('"step": 10', '"step": -5'))
     else:
         state.write_text("{" if damage == "garble state" else "{}")
-    before = sorted(path.name for path in folder.iterdir())
+    before = sorted(path.name for path in made_at.iterdir())
     text = refusal(tmp_path)
-    assert str(folder) in text and "damaged checkpoint" in text and "remove that folder" in text
-    assert sorted(path.name for path in folder.iterdir()) == before
+    assert str(made_at) in text and "damaged checkpoint" in text and "remove that folder" in text
+    assert sorted(path.name for path in made_at.iterdir()) == before
 
 
 @pytest.mark.parametrize(
@@ -165,16 +227,16 @@ def test_a_resume_on_other_images_is_refused(tmp_path):
 
 
 def test_a_folder_of_ones_own_beside_the_checkpoints_is_none(tmp_path):
-    folder = write_checkpoint(tmp_path, 10)
-    (folder.parent / "step_0000090_best").mkdir()
+    made_at = write_checkpoint(tmp_path, 10)
+    (made_at.parent / "step_0000090_best").mkdir()
     assert plan(tmp_path).resume.state.step == 10
 
 
 def test_a_stop_before_the_last_evaluation_is_not_the_end(tmp_path):
-    folder = write_checkpoint(tmp_path, 10)
-    state = json.loads((folder / "state.json").read_text())
+    made_at = write_checkpoint(tmp_path, 10)
+    state = json.loads((made_at / "state.json").read_text())
     state["run"]["evaluated"] = False
-    (folder / "state.json").write_text(json.dumps(state))
+    (made_at / "state.json").write_text(json.dumps(state))
     assert not plan(tmp_path, "--train.steps", "10").finished
 
 

@@ -54,9 +54,7 @@ def _opened(path: str) -> Iterator[Image.Image]:
         with Image.open(path) as image:
             yield image
     except Exception as error:  # decoders raise whatever they meet: OSError, SyntaxError, zlib.error, ...
-        raise ConfigError(
-            f"{path} cannot be read as an image ({type(error).__name__}): remove or replace it"
-        ) from error
+        raise ConfigError(f"{path} cannot be read as an image ({type(error).__name__}); replace it") from error
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -73,6 +73,9 @@ def read(folder: Path) -> Checkpoint:
     try:
         state = json.loads((folder / _STATE).read_text())
         sizes, run_state, fixed = dict(state["files"]), RunState(**state["run"]), dict(state["fixed"])
+        steps = [*state["optimizer_steps"], run_state.step, run_state.skipped]
+        if not all(type(step) is int and step >= 0 for step in steps):
+            raise ValueError
     except (OSError, ValueError, KeyError, TypeError):
         raise _damaged(folder, f"{_STATE} is missing or unreadable") from None
     for name, size in sizes.items():
@@ -100,16 +103,21 @@ def save(
     """Write a checkpoint on all ranks; older ones beyond the newest `keep` go once it is complete."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     final = folder_of(run) / f"step_{run_state.step:07d}"
     partial = final.with_suffix(".tmp")
     main = dist.get_rank() == 0
     if main:
         for remains in folder_of(run).glob("step_*.tmp"):
-            shutil.rmtree(remains)
+            shutil.rmtree(remains) if remains.is_dir() else remains.unlink()
         partial.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_tensors(model, ema, optimizer), checkpoint_id=partial)
+    try:
+        dcp.save(_tensors(model, ema, optimizer), checkpoint_id=partial)
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise ConfigError(f"run.folder: {partial} cannot be written ({' '.join(str(reason).split())[:200]})") from None
     if main:
         state = {
             "run": vars(run_state),
@@ -127,8 +135,13 @@ def save(
 def load(checkpoint: Checkpoint, model: nn.Module, ema: EMA, optimizer: Optimizer) -> None:
     """Fill model, EMA and optimizer in place; the number of ranks may differ from the one that saved."""
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    dcp.load(_tensors(model, ema, optimizer), checkpoint_id=checkpoint.folder)
+    try:
+        dcp.load(_tensors(model, ema, optimizer), checkpoint_id=checkpoint.folder)
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise _damaged(checkpoint.folder, " ".join(str(reason).split())[:200]) from None
     steps = json.loads((checkpoint.folder / _STATE).read_text())["optimizer_steps"]
     for group, step in zip(optimizer.param_groups, steps, strict=True):
         group["step"] = step

@@ -12,8 +12,9 @@ import torch.distributed as dist
 import eval.score
 from dit_train import preflight, rng
 from dit_train.data.sources import Dataset, Source
-from dit_train.run import sampling
+from dit_train.run import faults, sampling
 from dit_train.run.setup import Run
+from dit_train.run.stop import StopRequest
 from dit_train.run.validation import HeldOut
 from eval import extractors
 from eval.references import Reference
@@ -24,26 +25,34 @@ FLOOR_DRAWS = 5
 """Draws of training images that the floor is the mean of, where they are few."""
 
 
+class Stopped(Exception):
+    """A rank was asked to stop in the middle of a score, which is left for the next start."""
+
+
 class Evaluation:
     """Looks at a run at the steps that its config names; never touches the training stream."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, stop: StopRequest) -> None:
+        self._run, self._stop = run, stop
         self._heldout = HeldOut(run.config, run.data, run.world) if run.config.run.validate_every else None
         self._scorer = Scorer(run) if run.config.score.every else None
 
-    def after_step(self) -> None:
-        """Do what is due after the present step; every rank calls it."""
+    def after_step(self) -> bool:
+        """Do what is due after the present step; every rank calls it. False if a rank was asked to stop meanwhile."""
         run, config = self._run, self._run.config
         scoring = self._scorer is not None and self._due(config.score.every)
         if self._heldout is not None and (scoring or self._due(config.run.validate_every)):
             self._report(self._losses(self._heldout), "held-out")
         if scoring:
-            self._report(self._scorer.score(), "score")
+            try:
+                self._report(self._scorer.score(self._stop), "score")
+            except Stopped:
+                return False
         if config.sample.grid and self._due(config.run.sample_every or config.train.steps):
             with run.ema.applied():
                 picture = sampling.grid(config, run.data, run.model, run.world.device)
             run.reporter.picture(picture, run.state.step)
+        return True
 
     def _due(self, every: int) -> bool:
         return self._run.state.step % every == 0 or self._run.state.step == self._run.config.train.steps
@@ -85,13 +94,23 @@ class Scorer:
         self._labels = data.heldout.labels(real)
         self._floor = self._floor_of(data)
 
-    def score(self) -> dict[str, Any]:
-        """The record of `eval.score` for the present averaged weights, with the floor and how it was sampled."""
+    def score(self, stop: StopRequest) -> dict[str, Any]:
+        """The record of `eval.score` for the present averaged weights, with the floor and how it was sampled.
+
+        Raises:
+            Stopped: a rank was asked to stop; raised on all.
+        """
         run, settings = self._run, self._run.config.sample
         images = sampling.Sampler(
             run.config, run.data, run.model, run.world.device, lambda indices: self._labels[indices]
         )
-        progress = run.reporter.countdown(f"sampling {self._count} images")
+        countdown = run.reporter.countdown(f"sampling {self._count} images")
+
+        def progress(done: int, total: int) -> None:
+            countdown(done, total)
+            if done < total and faults.any_asked(stop.asked):
+                raise Stopped
+
         with run.ema.applied():
             record = eval.score.score(
                 images, torch.arange(self._count), self._reference, self._extractor, self._batch, progress=progress

@@ -2,36 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
-
-from dit_train.exits import STOP_SIGNALS
-
-
-class StopRequest:
-    """Set by a signal to this rank; `agree` tells whether any rank has got one."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._previous: dict[signal.Signals, Callable[..., Any] | int | None] = {}
-
-    def __enter__(self) -> StopRequest:
-        for name in STOP_SIGNALS:
-            number = signal.Signals[name]
-            self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, *_: object) -> None:
-        self.asked = True
 
 
 def agree(loss_sum: torch.Tensor, asked: bool) -> tuple[float, bool]:
@@ -40,6 +13,13 @@ def agree(loss_sum: torch.Tensor, asked: bool) -> tuple[float, bool]:
     dist.all_reduce(packed)
     total, stops = packed.tolist()
     return total, stops > 0
+
+
+def any_asked(asked: bool) -> bool:
+    """Whether any rank was asked to stop; every rank calls it."""
+    flag = torch.tensor(int(asked))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def gradient_norm(model: nn.Module) -> torch.Tensor:

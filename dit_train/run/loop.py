@@ -15,21 +15,18 @@ from dit_train.config import ConfigError
 from dit_train.diffusion.objectives import velocity_loss
 from dit_train.parallel.mesh import joined
 from dit_train.preflight import Plan
-from dit_train.run import checkpoint, faults, schedule
+from dit_train.run import checkpoint, faults, folder, schedule
 from dit_train.run.batch import Batch, Prefetcher, share
 from dit_train.run.evaluation import Evaluation
-from dit_train.run.faults import StopRequest
 from dit_train.run.metrics import Stopwatch
-from dit_train.run.setup import Run, prepare
+from dit_train.run.setup import Run, hold_folder, prepare
+from dit_train.run.stop import StopRequest
 
 
-def train(plan: Plan) -> int:
+def train(plan: Plan, stop: StopRequest) -> int:
     """Train, or go on, to the last step; returns the exit code, on which all ranks agree unless one met bad input."""
-    folder = plan.config.run.folder
-    if int(os.environ.get("RANK", 0)) == 0:
-        exits.forget(folder)
     try:
-        with StopRequest() as stop, joined(plan.config.parallel) as world:
+        with joined(plan.config.parallel) as world, hold_folder(plan, world):
             run = prepare(plan, world)
             with run.reporter:
                 finished = _train(run, stop)
@@ -37,27 +34,29 @@ def train(plan: Plan) -> int:
             message = "done" if finished else f"stopped after step {run.state.step}; the same command goes on"
             run.reporter.say(message)
             if world.is_main:
-                exits.record(folder, code, message)
+                folder.record(plan.config.run.folder, code, message)
             return exits.of_rank(code)
     except ConfigError as error:
-        return _leave(folder, error)
+        return _leave(plan.config.run.folder, error)
+    except OSError as error:  # no space, a disk that is gone, …
+        return _leave(plan.config.run.folder, ConfigError(f"run.folder: {error}; mend it and run the same command"))
     except RuntimeError:
-        if exits.recorded(folder) == exits.BAD_INPUT:
+        if folder.recorded(plan.config.run.folder) == exits.BAD_INPUT:
             return exits.BAD_INPUT  # a peer has left with bad input and said so; the broken collective is its echo
         raise
 
 
-def _leave(folder: str, error: ConfigError) -> int:
+def _leave(run_folder: str, error: ConfigError) -> int:
     """Bad input that this rank met after the start, for example an unreadable image: torchrun ends the others.
 
     Where all met it, one line is enough: whoever finds the code recorded keeps quiet.
     """
     for _ in range(30 if int(os.environ.get("RANK", 0)) else 0):
-        if exits.recorded(folder) == exits.BAD_INPUT:
+        if folder.recorded(run_folder) == exits.BAD_INPUT:
             break
         time.sleep(0.1)
-    if exits.recorded(folder) != exits.BAD_INPUT:
-        exits.record(folder, exits.BAD_INPUT, str(error))
+    if folder.recorded(run_folder) != exits.BAD_INPUT:
+        folder.record(run_folder, exits.BAD_INPUT, str(error))
         print(f"dit_train: {error}", file=sys.stderr, flush=True)
     return exits.BAD_INPUT
 
@@ -68,10 +67,12 @@ def _train(run: Run, stop: StopRequest) -> bool:
     steps = config.train.steps
     slots = share(config.train.batch, run.world.rank, run.world.size)
     batches = Prefetcher(config, run.data, slots)
-    evaluation = Evaluation(run)
+    evaluation = Evaluation(run, stop)
     optimizer_time = Stopwatch(run.world.device)
-    if not state.evaluated:  # stopped before what was due
-        evaluation.after_step()
+    if not state.evaluated:  # an earlier start was stopped before what was due
+        state.evaluated = evaluation.after_step()
+        if not state.evaluated:
+            return False
     try:
         while state.step < steps:
             start = time.perf_counter()
@@ -103,9 +104,8 @@ def _train(run: Run, stop: StopRequest) -> bool:
             run.reporter.step({**row, "step_ms": 1e3 * seconds, "train_seconds": state.train_seconds})
             if not sound and state.skipped.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
                 run.reporter.say(f"loss or gradient of step {state.step} not finite; {state.skipped} updates skipped")
-            if not stopping:
-                evaluation.after_step()
-            state.evaluated = not stopping
+            state.evaluated = not stopping and evaluation.after_step()
+            stopping = not state.evaluated
             if stopping or state.step == steps or state.step % config.run.checkpoint_every == 0:
                 save(run)
             if stopping:
@@ -144,7 +144,7 @@ def _set_learning_rate(run: Run) -> float:
 def save(run: Run) -> None:
     """Write a checkpoint and say so."""
     start = time.perf_counter()
-    folder = checkpoint.save(
+    saved = checkpoint.save(
         run.config.run.folder,
         run.model,
         run.ema,
@@ -153,4 +153,4 @@ def save(run: Run) -> None:
         fixed=run.plan.fixed,
         keep=run.config.run.keep_checkpoints,
     )
-    run.reporter.say(f"saved {folder} in {time.perf_counter() - start:.1f} s")
+    run.reporter.say(f"saved {saved} in {time.perf_counter() - start:.1f} s")

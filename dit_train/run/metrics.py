@@ -41,7 +41,7 @@ class JsonLines:
 def read(path: Path) -> list[dict[str, Any]]:
     """All complete lines of a file, [] if there is none."""
     rows = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
             row = json.loads(line)
         except ValueError:

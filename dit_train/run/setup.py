@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import optimizers
-from dit_train import exits, overlays
+from dit_train import overlays
 from dit_train.config import Config, ConfigError
 from dit_train.data import sources
 from dit_train.data.sources import Dataset
@@ -20,7 +22,7 @@ from dit_train.model.dit import DiT
 from dit_train.parallel import precision, shard
 from dit_train.parallel.mesh import World
 from dit_train.preflight import Plan
-from dit_train.run import checkpoint, optimizer
+from dit_train.run import checkpoint, folder, optimizer
 from dit_train.run.checkpoint import RunState
 from dit_train.run.ema import EMA
 from dit_train.run.tracking import Reporter
@@ -66,8 +68,9 @@ def prepare(plan: Plan, world: World) -> Run:
     ema = EMA(model, config.train.ema_decay, ramp=config.train.ema_ramp)
     if plan.resume:
         checkpoint.load(plan.resume, model, ema, steps)
+    changed = _changed_settings(config) if plan.resume else []
     if world.is_main:
-        _open_folder(config, dtype_note, world)
+        _write_config(config, dtype_note, world)
     dist.barrier()
     reporter = Reporter(config, state.step, enabled=world.is_main)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -76,6 +79,8 @@ def prepare(plan: Plan, world: World) -> Run:
     reporter.say("optimizer\n" + optimizers.routing_table(steps))
     if plan.resume:
         reporter.say(f"going on after step {state.step} from {plan.resume.folder}")
+        for line in changed:
+            reporter.say(f"changed since the last start: {line}")
     return Run(plan, world, data, model, ema, steps, peak_lrs, state, reporter)
 
 
@@ -110,13 +115,40 @@ def _choose_dtype(config: Config, data: Dataset, world: World, state: RunState) 
     return f"compute dtype {state.compute_dtype} (measured: {measured})"
 
 
-def _open_folder(config: Config, dtype_note: str, world: World) -> None:
-    """Create the run folder and write the resolved config."""
-    folder = Path(config.run.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    exits.forget(folder)
+@contextmanager
+def hold_folder(plan: Plan, world: World) -> Iterator[None]:
+    """Make the run folder and keep other runs out of it; all ranks wait until the main one has it."""
+    path = plan.config.run.folder
+    with ExitStack() as held:
+        if world.is_main:
+            Path(path).mkdir(parents=True, exist_ok=True)
+            held.enter_context(folder.locked(path))
+            folder.forget(path)
+        dist.barrier()
+        yield
+
+
+def _write_config(config: Config, dtype_note: str, world: World) -> None:
+    """Write the resolved config; its first line marks the folder as a run's."""
     header = {"dit-train": _version(), "git": _git_hash(), "torch": torch.__version__, "ranks": str(world.size)}
-    (folder / "config.yaml").write_text(overlays.dump(config, **header, compute=dtype_note))
+    text = overlays.dump(config, **header, compute=dtype_note)
+    assert text.startswith(folder.HEADER)
+    (Path(config.run.folder) / "config.yaml").write_text(text)
+
+
+def _changed_settings(config: Config) -> list[str]:
+    """Settings that differ from those of the last start, as ``section.key: before -> now``."""
+    try:
+        before = overlays.to_dict(overlays.read([Path(config.run.folder) / "config.yaml"]))
+    except ConfigError:
+        return []
+    now = overlays.to_dict(config)
+    return [
+        f"{section}.{key}: {before[section].get(key)} -> {value}"
+        for section, settings in now.items()
+        for key, value in settings.items()
+        if before[section].get(key) != value
+    ]
 
 
 def _version() -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import platform
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -37,8 +39,10 @@ def main(rank: int, settings: Settings, store: str, out: str) -> None:
     result = measure(settings, Teller(rank == 0))
     if rank == 0:
         Path(out).write_text(json.dumps(result, indent=1))
-    dist.barrier()  # gloo aborts now and then when a peer leaves while another still talks
+    dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads now and then abort a process that takes its time to end
 
 
 class Teller:

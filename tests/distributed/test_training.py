@@ -35,12 +35,13 @@ def train(folder: Path, *arguments: str) -> None:
 
     from dit_train import overlays, preflight
     from dit_train.run import loop
+    from dit_train.run.stop import StopRequest
 
     base = folder.parent / "tiny.yaml"
     config = overlays.read([base], [*arguments, "--run.folder", str(folder)])
     plan = preflight.check(config, dist.get_world_size())
     dist.barrier()  # nobody writes before everybody has looked
-    assert loop.train(plan) == 0
+    assert loop.train(plan, StopRequest()) == 0
 
 
 def all_runs(folder: Path, names: list[str], resumed: list[str]) -> None:

@@ -14,8 +14,8 @@ from dit_train.parallel.mesh import joined
 from dit_train.run import evaluation, loop, optimizer, sampling, schedule
 from dit_train.run.batch import draw, share
 from dit_train.run.ema import EMA
-from dit_train.run.faults import StopRequest
-from dit_train.run.setup import prepare
+from dit_train.run.setup import hold_folder, prepare
+from dit_train.run.stop import StopRequest
 from eval.references import Reference
 
 TINY = (
@@ -33,6 +33,11 @@ def world():
 
 def plan(tmp_path, *arguments):
     return preflight.check(overlays.read([], [*TINY, "--run.folder", str(tmp_path / "run"), *arguments]), 1)
+
+
+def prepared(made, world):
+    with hold_folder(made, world):
+        return prepare(made, world)
 
 
 def rows(tmp_path, name):
@@ -60,7 +65,7 @@ def test_rates_averages_and_losses_are_what_the_optimizer_and_the_weights_had(tm
     monkeypatch.setattr(EMA, "update", spy)
     made = plan(tmp_path, "--optimizer.adamw.lr", "0.5", "--train.ema_decay", "0.9")
     monkeypatch.setattr(optimizer, "build", built)
-    assert loop.train(made) == 0
+    assert loop.train(made, StopRequest()) == 0
     config = made.config
     factors = [schedule.factor(config.schedule, step, 4) for step in range(4)]
     assert rates == [[1e-3 * factor, 0.5 * factor, 0.5 * factor] for factor in factors]
@@ -77,7 +82,7 @@ def test_rates_averages_and_losses_are_what_the_optimizer_and_the_weights_had(tm
 
 def test_clipped_gradients_and_the_unclipped_norm_in_the_log(tmp_path, world):
     with StopRequest() as stop:
-        run = prepare(plan(tmp_path, "--train.clip_norm", "0.1"), world)
+        run = prepared(plan(tmp_path, "--train.clip_norm", "0.1"), world)
         batch = draw(run.config, run.data, 0, share(8, 0, 1))
         _, norm, stopping = loop._forward_backward(run, batch, stop)
     clipped = math.sqrt(sum(p.grad.full_tensor().square().sum().item() for p in run.model.parameters()))
@@ -87,21 +92,21 @@ def test_clipped_gradients_and_the_unclipped_norm_in_the_log(tmp_path, world):
 def test_auto_takes_the_faster_dtype_and_a_resume_keeps_it(tmp_path, world, monkeypatch):
     auto = ("--train.compute_dtype", "auto", "--run.checkpoint_every", "2")
     monkeypatch.setattr(precision, "measure", lambda *_: {"fp32": 2.0, "bf16": 1.0})
-    assert loop.train(plan(tmp_path, *auto, "--train.steps", "2")) == 0
+    assert loop.train(plan(tmp_path, *auto, "--train.steps", "2"), StopRequest()) == 0
     assert "compute dtype bf16 (measured: fp32 2.0 ms, bf16 1.0 ms)" in (tmp_path / "run" / "config.yaml").read_text()
     monkeypatch.setattr(precision, "measure", lambda *_: {"fp32": 1.0, "bf16": 2.0})
-    assert loop.train(plan(tmp_path, *auto)) == 0
+    assert loop.train(plan(tmp_path, *auto), StopRequest()) == 0
     assert "compute dtype bf16 (as measured when" in (tmp_path / "run" / "config.yaml").read_text()
 
 
 def test_both_dtypes_can_be_measured(tmp_path, world):
     made = plan(tmp_path)
-    found = precision.measure(made.config, prepare(made, world).data, world)
+    found = precision.measure(made.config, prepared(made, world).data, world)
     assert found.keys() == {"fp32", "bf16"} and all(0 < ms < math.inf for ms in found.values())
 
 
 def test_scores_compare_averaged_weights_with_held_out_images_and_their_classes(tmp_path, world, monkeypatch):
-    run = prepare(plan(tmp_path, "--score.every", "4", "--sample.batch", "64"), world)
+    run = prepared(plan(tmp_path, "--score.every", "4", "--sample.batch", "64"), world)
     for average in run.ema.weights.values():
         average.fill_(0.25)
     real, drawn, weights = {}, [], []
@@ -133,9 +138,50 @@ def test_scores_compare_averaged_weights_with_held_out_images_and_their_classes(
             return heldout[indices]
 
     monkeypatch.setattr(sampling, "Sampler", Sampler)
-    record = scorer.score()
+    record = scorer.score(StopRequest())
     assert set(weights) == {0.25}
     assert record["value"] < 1e-6 and record["n_gen"] == 359 and record["not_finite"] == 1
+
+
+def test_a_stop_in_the_middle_of_a_score_saves_and_leaves_the_score_to_the_next_start(tmp_path, world, monkeypatch):
+    arguments = ("--score.every", "2", "--sample.batch", "16", "--score.count", "64")
+    stop = StopRequest()
+    sampler = sampling.Sampler.__call__
+
+    def asked(self, indices):
+        stop._signalled = True
+        return sampler(self, indices)
+
+    monkeypatch.setattr(sampling.Sampler, "__call__", asked)
+    assert loop.train(plan(tmp_path, *arguments), stop) == 85
+    assert (rows(tmp_path, "metrics.jsonl")[-1]["step"], rows(tmp_path, "scores.jsonl")[-1]["kind"]) == (2, "held-out")
+    monkeypatch.setattr(sampling.Sampler, "__call__", sampler)
+    assert loop.train(plan(tmp_path, *arguments), StopRequest()) == 0
+    kinds = [(row["step"], row["kind"]) for row in rows(tmp_path, "scores.jsonl")]
+    assert kinds.count((2, "score")) == kinds.count((4, "score")) == 1
+    assert [row["step"] for row in rows(tmp_path, "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_disk_that_is_full_is_one_line_and_keeps_the_checkpoint_before(tmp_path, world, monkeypatch, capsys):
+    import torch.distributed.checkpoint as dcp
+
+    assert loop.train(plan(tmp_path, "--train.steps", "2"), StopRequest()) == 0
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dcp, "save", full)
+    made = plan(tmp_path)
+    assert loop.train(made, StopRequest()) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert plan(tmp_path).resume.state.step == 2
+
+
+def test_changed_settings_are_said_on_a_resume(tmp_path, world, capsys):
+    assert loop.train(plan(tmp_path, "--train.steps", "1"), StopRequest()) == 0
+    assert loop.train(plan(tmp_path, "--train.steps", "2", "--optimizer.lr", "0.5"), StopRequest()) == 0
+    shown = capsys.readouterr().out
+    assert "changed since the last start: optimizer.lr: 0.001 -> 0.5" in shown
 
 
 class Recorder(torch.nn.Module):
@@ -174,7 +220,7 @@ def test_guidance_asks_for_the_null_class_beside_each():
 
 
 def test_a_grid_has_a_class_a_column(tmp_path, world, monkeypatch):
-    run = prepare(plan(tmp_path, "--sample.grid", "3", "--sample.batch", "4"), world)
+    run = prepared(plan(tmp_path, "--sample.grid", "3", "--sample.batch", "4"), world)
     monkeypatch.setattr(
         sampling,
         "Sampler",
@@ -187,14 +233,14 @@ def test_a_grid_has_a_class_a_column(tmp_path, world, monkeypatch):
 
 def test_tensorboard_and_the_newest_checkpoints_are_written(tmp_path, world):
     arguments = ("--run.tensorboard", "true", "--run.checkpoint_every", "1", "--run.keep_checkpoints", "2")
-    assert loop.train(plan(tmp_path, *arguments, "--sample.grid", "2")) == 0
+    assert loop.train(plan(tmp_path, *arguments, "--sample.grid", "2"), StopRequest()) == 0
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
     assert (tmp_path / "run" / "samples" / "step_0000004.png").is_file()
 
 
 def test_the_real_model_is_routed_as_documented(tmp_path, world):
-    run = prepare(plan(tmp_path, "--optimizer.adamw.betas", "0.8", "0.9", "--model.swiglu", "true"), world)
+    run = prepared(plan(tmp_path, "--optimizer.adamw.betas", "0.8", "0.9", "--model.swiglu", "true"), world)
     matrices, decayed, plain = run.optimizer.param_groups
     assert {name.split(".", 2)[2] for name in matrices["param_names"]} == {
         *(f"attention.{part}.weight" for part in ("query", "key", "value", "output")),

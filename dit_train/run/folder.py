@@ -1,0 +1,102 @@
+"""The run folder as such: whether it may be used, by one run at a time, and the exit code that it keeps.
+
+RUN/config.yaml   resolved settings; its header is how a run folder is known
+RUN/exit.json     the code of the last start, where torchrun would turn each into 1
+RUN/lock          held by the main rank while it runs
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dit_train.config import ConfigError
+
+HEADER = "# dit-train: "
+_FILES = ("config.yaml", "metrics.jsonl", "scores.jsonl", "exit.json", "lock")
+_FOLDERS = ("checkpoints", "samples", "tensorboard")
+
+
+def check(run: str) -> None:
+    """Refuse a folder that is somebody else's, cannot be made, is in use, or has something in the way.
+
+    Raises:
+        ConfigError: names what is wrong; nothing has been changed.
+    """
+    folder = Path(run)
+    try:
+        if "\0" in run:
+            raise ValueError("a name cannot hold a zero byte")
+        if not _is_free(folder):
+            raise ConfigError(f"run.folder: {folder} holds other files; name a new or empty folder")
+        nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            raise ConfigError(f"run.folder: {folder}: {nearest} is no folder that may be written to; name another")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"run.folder: {run!r} cannot be a folder ({error}); name another") from None
+    for names, fits, kind in ((_FILES, Path.is_file, "a file"), (_FOLDERS, Path.is_dir, "a folder")):
+        for name in names:
+            if os.path.lexists(folder / name) and not fits(folder / name):
+                raise ConfigError(f"run.folder: {folder / name} is not {kind}; move it away")
+    if (folder / "lock").exists():
+        with locked(run):
+            pass
+
+
+@contextmanager
+def locked(run: str | Path) -> Iterator[None]:
+    """Hold the folder; the system lets go of it when this process ends, however it ends.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
+    with (Path(run) / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"run.folder: another run is using {run}; wait for it, or name another folder") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+
+
+def record(run: str | Path, code: int, message: str) -> None:
+    """Write RUN/exit.json, except into a folder that holds something else."""
+    folder = Path(run)
+    try:
+        if not _is_free(folder):
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f"exit.json.{os.getpid()}.tmp"  # several ranks may fail at once
+        beside.write_text(json.dumps({"code": code, "message": message}) + "\n")
+        beside.replace(folder / "exit.json")
+    except (OSError, ValueError):
+        pass  # the folder itself may be what is wrong; the line on the terminal says so
+
+
+def forget(run: str | Path) -> None:
+    """Remove the code of an earlier start."""
+    (Path(run) / "exit.json").unlink(missing_ok=True)
+
+
+def recorded(run: str | Path) -> int | None:
+    """The code in RUN/exit.json, None if the run left none."""
+    try:
+        return int(json.loads((Path(run) / "exit.json").read_text())["code"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether a run may use it: it is a run's, empty, not there yet, or holds a code alone."""
+    if not folder.is_dir():
+        return not os.path.lexists(folder)
+    config = folder / "config.yaml"
+    if config.is_file():
+        with config.open(errors="replace") as file:
+            return file.readline().startswith(HEADER)
+    return {path.name for path in folder.iterdir()} <= {"exit.json", "lock"}

@@ -1,0 +1,43 @@
+"""Asked to stop: by a signal, or since whoever started this process is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGQUIT")
+"""Signals that ask a run to save and stop; one that is ignored from the start, as nohup has it, stays ignored."""
+
+
+def heeded() -> list[str]:
+    """The stop signals that this process was not told to ignore."""
+    return [name for name in STOP_SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
+
+
+class StopRequest:
+    """Takes the stop signals of this process while it is entered."""
+
+    def __init__(self) -> None:
+        self._signalled = False
+        self._parent = os.getppid()
+        self._previous: dict[signal.Signals, Callable[..., Any] | int | None] = {}
+
+    @property
+    def asked(self) -> bool:
+        """Whether this process should stop; a rank whose agent was killed would else train on unseen."""
+        return self._signalled or os.getppid() != self._parent
+
+    def __enter__(self) -> StopRequest:
+        for name in heeded():
+            number = signal.Signals[name]
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, *_: object) -> None:
+        self._signalled = True
