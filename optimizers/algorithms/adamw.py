@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as fused_adamw
 
-from ..engine.algorithm import BUCKET_BYTES, MAX_IN_FLIGHT, Algorithm, register
+from ..engine.algorithm import MAX_IN_FLIGHT, Algorithm, register
 from ..engine.driver import Driver
+from ..sharding.plan import BucketBytes
 
 
 def adamw_(
@@ -78,7 +79,7 @@ class AdamW(Driver):
         betas: (β₁, β₂), each in [0, 1).
         eps: ε ≥ 0, added to the square root.
         weight_decay: λ ≥ 0, decoupled.
-        bucket_bytes: how much of one rank's shards is updated at a time.
+        bucket_bytes: how much of one rank's shards is updated at a time; ``auto`` is 64 MiB.
         max_in_flight: buckets in flight on a refresh, for groups of another algorithm.
 
     Raises:
@@ -93,7 +94,7 @@ class AdamW(Driver):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         *,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: BucketBytes = "auto",
         max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
         options = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.algorithm import BUCKET_BYTES, MATRIX_OPTIONS, MAX_IN_FLIGHT, Algorithm, register
+from ..engine.algorithm import MATRIX_OPTIONS, MAX_IN_FLIGHT, Algorithm, register
 from ..engine.directions import block
 from ..engine.driver import Driver
 from ..engine.momentum import MomentumForm
 from ..engine.scaling import AdjustLr
 from ..orthogonal.coefficients import NS5, AnyCoefficients
+from ..sharding.plan import BucketBytes, Exchange
 
 BLOCK_MUON = register(
     Algorithm(name="block_muon", options={**MATRIX_OPTIONS, "block_grid": None}, between=block, period=math.inf)
@@ -55,7 +56,10 @@ class BlockMuon(Driver):
             it, else fp32.
         wire_dtype: in which whole matrices travel on a refresh; None is bf16 (fp64 for fp64 weights). Matrices that
             stay at home are rounded to it as well, so the result does not depend on the number of ranks.
-        bucket_bytes: how much of one rank's shards travels or is updated at a time.
+        exchange: ``owner``: each matrix travels to one rank, which orthogonalises it, and back. ``gather``: every rank
+            gathers every matrix and orthogonalises its own copy, the published form.
+        bucket_bytes: how much of one rank's shards travels or is updated at a time; ``auto`` is at most 64 MiB, and
+            less to have four buckets on their way.
         max_in_flight: buckets in flight on a refresh.
 
     Raises:
@@ -79,7 +83,8 @@ class BlockMuon(Driver):
         momentum_form: MomentumForm = "ema",
         ns_dtype: torch.dtype | None = None,
         wire_dtype: torch.dtype | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        exchange: Exchange = "owner",
+        bucket_bytes: BucketBytes = "auto",
         max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
         options = {
@@ -94,6 +99,7 @@ class BlockMuon(Driver):
             "momentum_form": momentum_form,
             "ns_dtype": ns_dtype,
             "wire_dtype": wire_dtype,
+            "exchange": exchange,
             "block_grid": block_grid,
         }
         super().__init__(params, BLOCK_MUON, options, bucket_bytes, max_in_flight)

@@ -27,18 +27,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.algorithm import BUCKET_BYTES, MATRIX_OPTIONS, MAX_IN_FLIGHT, Algorithm, register
+from ..engine.algorithm import MATRIX_OPTIONS, MAX_IN_FLIGHT, Algorithm, register
 from ..engine.directions import row
 from ..engine.driver import Driver
 from ..engine.momentum import MomentumForm
 from ..engine.scaling import AdjustLr
 from ..orthogonal.coefficients import NS5, AnyCoefficients
+from ..sharding.plan import BucketBytes, Exchange
 
 PERIODIC_ROW_MUON = register(
     Algorithm(
         name="periodic_row_muon",
         options={**MATRIX_OPTIONS, "period": 3, "phase": 0, "row_lr_ratio": 1.0},
         between=row,
+        whole_rows=True,
     )
 )
 
@@ -64,7 +66,10 @@ class PeriodicRowMuon(Driver):
             it, else fp32.
         wire_dtype: in which whole matrices travel on a refresh; None is bf16 (fp64 for fp64 weights). Matrices that
             stay at home are rounded to it as well, so the result does not depend on the number of ranks.
-        bucket_bytes: how much of one rank's shards travels or is updated at a time.
+        exchange: ``owner``: each matrix travels to one rank, which orthogonalises it, and back. ``gather``: every rank
+            gathers every matrix and orthogonalises its own copy, the published form.
+        bucket_bytes: how much of one rank's shards travels or is updated at a time; ``auto`` is at most 64 MiB, and
+            less to have four buckets on their way.
         max_in_flight: buckets in flight on a refresh.
 
     Raises:
@@ -89,7 +94,8 @@ class PeriodicRowMuon(Driver):
         momentum_form: MomentumForm = "ema",
         ns_dtype: torch.dtype | None = None,
         wire_dtype: torch.dtype | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        exchange: Exchange = "owner",
+        bucket_bytes: BucketBytes = "auto",
         max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
         options = {
@@ -104,6 +110,7 @@ class PeriodicRowMuon(Driver):
             "momentum_form": momentum_form,
             "ns_dtype": ns_dtype,
             "wire_dtype": wire_dtype,
+            "exchange": exchange,
             "period": period,
             "phase": phase,
             "row_lr_ratio": row_lr_ratio,

@@ -16,7 +16,6 @@ from .schedule import is_refresh
 ElementwiseRule = Callable[[list[Tensor], dict[str, list[Tensor]], list[Tensor], Mapping[str, Any]], None]
 """(weights, state lists by key, gradients, group): one step of weights and state, in place."""
 
-BUCKET_BYTES = 64 * 2**20
 MAX_IN_FLIGHT = 2
 
 MATRIX_OPTIONS: dict[str, Any] = {
@@ -31,6 +30,7 @@ MATRIX_OPTIONS: dict[str, Any] = {
     "momentum_form": "ema",
     "ns_dtype": None,
     "wire_dtype": None,
+    "exchange": "owner",
 }
 """Options, with defaults, of every algorithm that keeps a momentum matrix. Names follow ``torch.optim.Muon``."""
 
@@ -41,7 +41,8 @@ class Algorithm:
 
     A matrix algorithm orthogonalises whole matrices on its refresh steps and follows ``between`` on the others;
     ``period`` fixes the schedule of one whose groups have no such option: 1 refreshes always, ∞ never.
-    An elementwise algorithm is its rule.
+    An elementwise algorithm is its rule. ``whole_rows``: ``between`` is the row step, which has to know the norms of
+    whole rows where ranks share them.
     """
 
     name: str
@@ -49,13 +50,14 @@ class Algorithm:
     between: Direction | None = None
     period: float | None = None
     elementwise: ElementwiseRule | None = None
+    whole_rows: bool = False
     state: tuple[str, ...] = field(default=("momentum_buffer",))
 
-    def refreshes(self, group: Mapping[str, Any]) -> bool:
-        """Whether the group's next step orthogonalises whole matrices."""
+    def refreshes(self, group: Mapping[str, Any], offset: int = 0) -> bool:
+        """Whether the group's next step orthogonalises whole matrices, those dealt ``offset`` steps after phase."""
         if self.elementwise is not None:
             return False
-        return is_refresh(group["step"], group.get("period", self.period), group.get("phase", 0))
+        return is_refresh(group["step"], group.get("period", self.period), group.get("phase", 0) + offset)
 
     @property
     def can_refresh(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..orthogonal.newton_schulz import compute_dtype, largest_entry, orthogonalize_all
+from ..sharding.layout import Layout
 from .scaling import row_scale, spectral_scale
 
 Grid = tuple[int, int]
@@ -29,8 +30,8 @@ class Step:
     factors: list[float] = field(default_factory=list)
 
 
-Direction = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[tuple[int, int]], Mapping[str, Any]], Step]
-"""(weights, inputs, shapes of the whole matrices, group) -> Step. Weights and inputs are [rows, n] or [e, m, n]."""
+Direction = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Layout], Mapping[str, Any]], Step]
+"""(weights, inputs, their layouts, group) -> Step. Weights and inputs are [rows, n] or [e, m, n]."""
 
 
 def iteration_dtype(options: Mapping[str, Any], weight: torch.dtype, device: torch.device) -> torch.dtype:
@@ -45,7 +46,7 @@ def orthogonalise_whole(matrices: Sequence[Tensor], options: Mapping[str, Any], 
 
 
 def spectral(
-    weights: Sequence[Tensor], inputs: Sequence[Tensor], shapes: Sequence[tuple[int, int]], options: Mapping[str, Any]
+    weights: Sequence[Tensor], inputs: Sequence[Tensor], layouts: Sequence[Layout], options: Mapping[str, Any]
 ) -> Step:
     """Orthogonalise whole matrices that lie on this rank.
 
@@ -54,23 +55,23 @@ def spectral(
     """
     wire = wire_dtype(options, weights[0].dtype)
     step, whole = Step(), []
-    for weight, u in zip(weights, inputs, strict=True):
-        step.weights += _matrices(weight)
-        whole += _matrices(u.to(wire))
+    for weight, u, layout in zip(weights, inputs, layouts, strict=True):
+        step.weights += layout.views(weight)
+        whole += layout.views(u.to(wire))
     step.directions = [o.to(wire) for o in orthogonalise_whole(whole, options, weights[0])]
     step.factors = [spectral_scale(options["adjust_lr_fn"], *w.shape) for w in step.weights]
     return step
 
 
 def block(
-    weights: Sequence[Tensor], inputs: Sequence[Tensor], shapes: Sequence[tuple[int, int]], options: Mapping[str, Any]
+    weights: Sequence[Tensor], inputs: Sequence[Tensor], layouts: Sequence[Layout], options: Mapping[str, Any]
 ) -> Step:
     """Orthogonalise every block by itself, scaled by the block's own sizes."""
     ratio = options.get("block_lr_ratio", 1.0)
     step, blocks = Step(), []
-    for weight, u, shape in zip(weights, inputs, shapes, strict=True):
-        for w, x in zip(_matrices(weight), _matrices(u), strict=True):
-            size = block_size(options["block_grid"], shape, w.shape)
+    for weight, u, layout in zip(weights, inputs, layouts, strict=True):
+        for w, x, (matrix, _, _) in zip(layout.views(weight), layout.views(u), layout.here, strict=True):
+            size = block_size(options["block_grid"], matrix.shape, w.shape)
             step.weights += _cut(w, size)
             blocks += _cut(x, size)
     step.directions = orthogonalise_whole(blocks, options, weights[0])
@@ -79,12 +80,40 @@ def block(
 
 
 def row(
-    weights: Sequence[Tensor], inputs: Sequence[Tensor], shapes: Sequence[tuple[int, int]], options: Mapping[str, Any]
+    weights: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    layouts: Sequence[Layout],
+    options: Mapping[str, Any],
+    sums: Sequence[Tensor] | None = None,
 ) -> Step:
-    """Divide every row by its 2-norm; a zero row stays zero. A row lies wholly on one rank under Shard(0)."""
-    ratio = options.get("row_lr_ratio", 1.0)
-    factors = [ratio * row_scale(options["adjust_lr_fn"], *shape) for shape in shapes]
-    return Step(list(weights), [unit_rows(u) for u in inputs], factors)
+    """Divide every row by its 2-norm; a zero row stays zero.
+
+    A row lies wholly on one rank under Shard(0). If columns are divided over ranks, ``sums`` are the whole rows' sums
+    of squares, as ``row_sums`` of all of them together.
+    """
+    ratio, step = options.get("row_lr_ratio", 1.0), Step()
+    for i, (weight, u, layout) in enumerate(zip(weights, inputs, layouts, strict=True)):
+        direction = unit_rows(u) if sums is None else divide_rows(u, sums[i])
+        factors = [ratio * row_scale(options["adjust_lr_fn"], *matrix.shape) for matrix, _, _ in layout.here]
+        if len(set(factors)) <= 1:  # by far the usual case: no need to take the tensor apart
+            step.weights.append(weight)
+            step.directions.append(direction)
+            step.factors += factors[:1] or [1.0]
+        else:
+            step.weights += layout.views(weight)
+            step.directions += layout.views(direction)
+            step.factors += factors
+    return step
+
+
+def row_sums(u: Tensor) -> Tensor:
+    """Sums of squares of the rows of ``u`` [..., n], in fp64: squares of every fp32 number are in its range."""
+    return torch.linalg.vector_norm(u, dim=-1, keepdim=True, dtype=torch.float64).square_()
+
+
+def divide_rows(u: Tensor, sums: Tensor) -> Tensor:
+    """``u`` [..., n] over the roots of ``sums`` [..., 1]; a zero row stays zero."""
+    return u / sums.sqrt().to(u.dtype).clamp_min(torch.finfo(u.dtype).tiny)
 
 
 def unit_rows(u: Tensor) -> Tensor:
@@ -109,10 +138,6 @@ def block_size(grid: Grid | int | None, whole: tuple[int, int], local: tuple[int
         return max(1, local[0]), local[1]
     r, c = grid if isinstance(grid, tuple) else (grid, 1)
     return math.ceil(whole[0] / r), math.ceil(whole[1] / c)
-
-
-def _matrices(tensor: Tensor) -> list[Tensor]:
-    return list(tensor.unbind()) if tensor.ndim == 3 else [tensor]
 
 
 def _cut(matrix: Tensor, size: tuple[int, int]) -> Iterator[Tensor]:

@@ -6,20 +6,24 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..sharding import exchange, gather
 from ..sharding.agreement import agree, process_groups
-from ..sharding.exchange import Trip, depart, land, pipeline, turn, warm_up
-from ..sharding.layout import as_matrices, local
+from ..sharding.exchange import pipeline, warm_up
+from ..sharding.layout import local
+from ..sharding.plan import BucketBytes, GatherBucket
+from .across import row_steps_across
 from .algorithm import ALGORITHMS, Algorithm
 from .directions import Step, orthogonalise_whole, spectral
 from .foreign import from_torch
 from .gradients import local_gradients
 from .jobs import Job, describe, divide, label
-from .momentum import update_momentum
+from .momentum import look_ahead, update_momentum
 from .options import check_options, find_algorithm, plain
 from .scaling import spectral_scale
 from .stored_state import check_stored, complete, unwrap_tensors, wrap_tensors
@@ -41,6 +45,12 @@ class Task:
     def travels(self) -> bool:
         """Whether it communicates in this step."""
         return self.refresh and self.job.bucket is not None
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether it takes a row step although ranks share its rows."""
+        row_step = self.algorithm.whole_rows and not self.refresh
+        return row_step and bool(self.job.layouts[0].column_groups)
 
 
 class Driver(torch.optim.Optimizer):
@@ -69,19 +79,21 @@ class Driver(torch.optim.Optimizer):
         params: Iterable[Any],
         algorithm: Algorithm,
         options: dict[str, Any],
-        bucket_bytes: int,
+        bucket_bytes: BucketBytes,
         max_in_flight: int,
     ) -> None:
         self._options = {"algorithm": algorithm.name, **options}
         self._bucket_bytes, self._max_in_flight = bucket_bytes, max_in_flight
         self._travelled: list[Job] = []
+        self._reduced_bytes = 0
         self._jobs: list[Job] | None = None
         self._building = True
         params = _listed(params)
         error = None
         try:
             for name, value in (("bucket_bytes", bucket_bytes), ("max_in_flight", max_in_flight)):
-                if not isinstance(value, int) or value < 1:
+                auto = name == "bucket_bytes" and value == "auto"
+                if not auto and (not isinstance(value, int) or value < 1):
                     raise ValueError(f"{name} is {value!r} but has to be an int >= 1")
             # Schedulers that cycle the momentum look for it among the defaults.
             super().__init__(params, {key: plain(value) for key, value in options.items()})
@@ -93,18 +105,19 @@ class Driver(torch.optim.Optimizer):
     @property
     def wire_bytes(self) -> int:
         """Bytes that this rank sent in the last step, from the plan."""
-        return sum(job.bucket.bytes_sent[job.layouts[0].rank] for job in self._travelled)
+        return self._reduced_bytes + sum(job.bucket.bytes_sent[job.layouts[0].rank] for job in self._travelled)
 
     @property
     def wire_bytes_max(self) -> int:
         """Bytes that the busiest rank sent in the last step, from the plan, which knows the traffic of all.
 
-        With shards over several process groups it is the sum of each group's busiest rank.
+        With shards over several process groups it is the sum of each group's busiest rank. Norms of rows that ranks
+        share are counted as this rank sends them.
         """
         sent: dict[Any, list[tuple[int, ...]]] = defaultdict(list)
         for job in self._travelled:
-            sent[job.layouts[0].group].append(job.bucket.bytes_sent)
-        return sum(max(map(sum, zip(*buckets, strict=True))) for buckets in sent.values())
+            sent[job.team].append(job.bucket.bytes_sent)
+        return self._reduced_bytes + sum(max(map(sum, zip(*buckets, strict=True))) for buckets in sent.values())
 
     # -- groups and state -------------------------------------------------------------------------------------------
 
@@ -167,7 +180,7 @@ class Driver(torch.optim.Optimizer):
             except Exception as problem:
                 error = problem
         agree(error, lines, process_groups(_tensors(self.param_groups) if tensors is None else tensors))
-        for group, device in dict.fromkeys((job.layouts[0].group, job.device) for job in jobs if job.bucket):
+        for group, device in dict.fromkeys((job.team.open(), job.device) for job in jobs if job.bucket):
             warm_up(group, device)
         self._jobs, self._built_for = jobs, self._present()
 
@@ -230,8 +243,9 @@ class Driver(torch.optim.Optimizer):
     def _task(self, job: Job) -> Task:
         group = self.param_groups[job.group]
         algorithm = ALGORITHMS[group["algorithm"]]
-        weights = [local(p) for p in job.params]
-        return Task(job, group, algorithm, algorithm.refreshes(group), weights, local_gradients(job))
+        weights = job.select(local(p) for p in job.params)
+        gradients = job.select(local_gradients(job))
+        return Task(job, group, algorithm, algorithm.refreshes(group, job.offset), weights, gradients)
 
     def _run(self, tasks: Sequence[Task]) -> None:
         travelling = [task for task in tasks if task.travels]
@@ -239,8 +253,10 @@ class Driver(torch.optim.Optimizer):
 
         def meanwhile() -> None:
             for task in tasks:
-                if not task.travels:
+                if not task.travels and not task.shares_rows:
                     self._stay(task)
+            sharing = [task for task in tasks if task.shares_rows]
+            self._reduced_bytes = row_steps_across(sharing, self._inputs, self._look_ahead)
 
         pipeline(travelling, self._depart, self._turn, self._land, self._max_in_flight, meanwhile)
 
@@ -250,31 +266,33 @@ class Driver(torch.optim.Optimizer):
             state = {key: self._states(task, key) for key in task.algorithm.state}
             task.algorithm.elementwise(task.weights, state, _gradients(task), task.group)
             return
-        inputs = [as_matrices(u) for u in self._inputs(task)]
-        weights = [as_matrices(w) for w in task.weights]
         direction = spectral if task.refresh else task.algorithm.between
-        apply(direction(weights, inputs, [layout.shape for layout in task.job.layouts], task.group), task.group)
+        apply(direction(task.weights, self._inputs(task), task.job.layouts, task.group), task.group)
 
-    def _depart(self, task: Task) -> tuple[Task, Trip]:
-        layout = task.job.layouts[0]
-        inputs = [as_matrices(u) for u in self._inputs(task)]
-        return task, depart(task.job.bucket, inputs, layout.rank, layout.group)
+    def _depart(self, task: Task) -> tuple[Task, Any]:
+        job = task.job
+        return task, _route(job).depart(job.bucket, self._inputs(task), job.layouts[0].rank, job.team.open())
 
-    def _turn(self, travelling: tuple[Task, Trip]) -> tuple[Task, Trip]:
+    def _turn(self, travelling: tuple[Task, Any]) -> tuple[Task, Any]:
         task, trip = travelling
-        return task, turn(trip, lambda matrices: orthogonalise_whole(matrices, task.group, task.weights[0]))
+        newton_schulz = partial(orthogonalise_whole, options=task.group, weight=task.weights[0])
+        return task, _route(task.job).turn(trip, newton_schulz)
 
-    def _land(self, travelling: tuple[Task, Trip]) -> None:
+    def _land(self, travelling: tuple[Task, Any]) -> None:
         task, trip = travelling
         factors = [spectral_scale(task.group["adjust_lr_fn"], *layout.shape) for layout in task.job.layouts]
-        apply(Step([as_matrices(w) for w in task.weights], land(trip), factors), task.group)
+        apply(Step(task.weights, _route(task.job).land(trip), factors), task.group)
 
     def _inputs(self, task: Task) -> list[Tensor]:
         group, buffers = task.group, self._states(task, "momentum_buffer")
         return update_momentum(buffers, _gradients(task), group["momentum"], group["nesterov"], group["momentum_form"])
 
+    def _look_ahead(self, task: Task) -> list[Tensor]:
+        group, buffers = task.group, self._states(task, "momentum_buffer")
+        return look_ahead(buffers, _gradients(task), group["momentum"], group["nesterov"], group["momentum_form"])
+
     def _states(self, task: Task, key: str) -> list[Tensor]:
-        return [local(self.state[p][key]) for p in task.job.params]
+        return task.job.select(local(self.state[p][key]) for p in task.job.params)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -350,7 +368,13 @@ class Driver(torch.optim.Optimizer):
         super().__setstate__({**state, "state": unwrap_tensors(state["state"])})
         self._building = False
         self._travelled: list[Job] = []
+        self._reduced_bytes = 0
         self._jobs = None
+
+
+def _route(job: Job) -> Any:
+    """The module that moves a job's bucket: depart, turn, land."""
+    return gather if isinstance(job.bucket, GatherBucket) else exchange
 
 
 def _gradients(task: Task) -> list[Tensor]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..sharding.layout import Layout, layout_of, local
-from ..sharding.plan import Bucket, Cargo, Planner
+from ..sharding.matrices import MatrixSplit, is_split
+from ..sharding.plan import BUCKET_BYTES, AnyBucket, BucketBytes, Cargo, Planner
+from ..sharding.team import Team
 from .algorithm import ALGORITHMS
 from .directions import iteration_dtype, wire_dtype
 from .options import check_grid
+from .schedule import stagger_offsets
 
 Member = tuple[Tensor, str, Layout | None]
 
@@ -25,20 +28,33 @@ Member = tuple[Tensor, str, Layout | None]
 class Job:
     """Parameters of one group, one dtype and one device that are updated together, bounded in size.
 
-    ``bucket`` says how they travel on a refresh; None if none of their matrices ever has to. ``layouts`` is empty for
-    an elementwise algorithm. ``labels`` name the parameters in errors.
+    ``bucket`` says how they travel on a refresh; None if none of their matrices ever has to. If it is not None, each
+    entry is one matrix, so that a parameter of several has several entries. ``layouts`` is empty for an elementwise
+    algorithm. ``labels`` name the parameters in errors. ``offset``: how long after the group's phase it refreshes.
     """
 
     group: int
     params: list[Tensor] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
-    bucket: Bucket | None = None
+    bucket: AnyBucket | None = None
+    offset: int = 0
 
     @property
     def device(self) -> torch.device:
         """Where the parameters lie."""
         return self.params[0].device
+
+    @property
+    def team(self) -> Team | None:
+        """The ranks that its matrices are cut over."""
+        return self.layouts[0].team if self.layouts else None
+
+    def select(self, shards: Iterable[Tensor | None]) -> list[Tensor | None]:
+        """What the entries cover of local shards, one for each: [rows, n] or [e, m, n]; untouched if elementwise."""
+        if not self.layouts:
+            return list(shards)
+        return [s if s is None else layout.select(s) for layout, s in zip(self.layouts, shards, strict=True)]
 
 
 def label(where: str, group: Mapping[str, Any], i: int) -> str:
@@ -49,29 +65,59 @@ def label(where: str, group: Mapping[str, Any], i: int) -> str:
     return f"{where}, parameter {name} of shape {tuple(p.shape)}{placed}"
 
 
-def divide(groups: Sequence[Mapping[str, Any]], bucket_bytes: int) -> list[Job]:
+def divide(groups: Sequence[Mapping[str, Any]], bucket_bytes: BucketBytes) -> list[Job]:
     """The jobs of all trainable parameters.
 
     Raises:
         ValueError: for layouts that are not supported, of frozen parameters as well.
     """
-    planners: dict[dist.ProcessGroup, Planner] = {}
+    loads: dict[Any, list[_Load]] = defaultdict(list)
     jobs: list[Job] = []
     for number, group in enumerate(groups):
-        for (process_group, dtype, _), members in _by_kind(number, group).items():
-            if process_group is None:
-                jobs += _local_jobs(number, members, bucket_bytes)
+        for kind, members in _by_kind(number, group).items():
+            if kind.team is None:
+                jobs += _local_jobs(number, members, bucket_bytes, kind.offset)
                 continue
-            if process_group not in planners:
-                planners[process_group] = Planner(dist.get_world_size(process_group), bucket_bytes)
-            cargo = [Cargo(i, layout.shape, layout.rows) for i, (_, _, layout) in enumerate(members)]
-            for bucket in planners[process_group].plan(cargo, wire_dtype(group, dtype)):
-                params, labels, layouts = zip(*(members[c.index] for c in bucket.cargo), strict=True)
-                jobs.append(Job(number, list(params), list(labels), list(layouts), bucket))
-    return jobs
+            replicas = members[0][2].replicas
+            loads[kind.team, replicas, group["exchange"], kind.offset].append(
+                _Load(number, kind.offset, members, wire_dtype(group, kind.dtype))
+            )
+    for (team, replicas, exchange, _), together in loads.items():
+        planner = Planner(len(team.ranks), bucket_bytes, replicas, exchange)
+        plans = planner.plan_all([(load.cargo, load.dtype) for load in together])
+        for load, buckets in zip(together, plans, strict=True):
+            for bucket in buckets:
+                params, labels, layouts = zip(*(load.members[c.index] for c in bucket.cargo), strict=True)
+                jobs.append(Job(load.group, list(params), list(labels), list(layouts), bucket, load.offset))
+    return sorted(jobs, key=lambda job: job.group)
 
 
-def describe(groups: Sequence[Mapping[str, Any]], bucket_bytes: int, max_in_flight: int) -> list[str]:
+class _Kind(NamedTuple):
+    """What the members of a job have in common; ``team`` is None if they never travel."""
+
+    team: Team | None
+    replicas: tuple[int, ...]
+    column_groups: tuple[dist.ProcessGroup, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Members of one kind that travel: their buckets are planned together with those of other groups."""
+
+    group: int
+    offset: int
+    members: list[Member]
+    dtype: torch.dtype
+
+    @property
+    def cargo(self) -> list[Cargo]:
+        return [Cargo(i, layout.shape, layout.shares) for i, (_, _, layout) in enumerate(self.members)]
+
+
+def describe(groups: Sequence[Mapping[str, Any]], bucket_bytes: BucketBytes, max_in_flight: int) -> list[str]:
     """What all ranks have to agree about, an entry for each group and parameter."""
     lines = [f"bucket_bytes {bucket_bytes}, max_in_flight {max_in_flight}"]
     for number, group in enumerate(groups):
@@ -81,7 +127,9 @@ def describe(groups: Sequence[Mapping[str, Any]], bucket_bytes: int, max_in_flig
         if algorithm.elementwise is None:
             lines[-1] += f"; set ns_dtype if hardware differs: {_iterations(group)}"
         for i, p in enumerate(group["params"]):
+            split = _split(group, i)
             lines.append(f"{label(where, group, i)}, {p.dtype}" + ("" if p.requires_grad else ", frozen"))
+            lines[-1] += "" if split is None else f", matrix_splits {split}"
     return lines
 
 
@@ -92,29 +140,64 @@ def _iterations(group: Mapping[str, Any]) -> str:
     return ", ".join(f"{kind} iterates in {dtype}" for kind, dtype in chosen.items())
 
 
-def _by_kind(number: int, group: Mapping[str, Any]) -> dict[Any, list[Member]]:
-    """Trainable parameters by (process group that they travel in or None, dtype, device)."""
+def _by_kind(number: int, group: Mapping[str, Any]) -> dict[_Kind, list[Member]]:
+    """Trainable parameters by kind, those that travel taken apart into their matrices."""
     algorithm = ALGORITHMS[group["algorithm"]]
-    kinds: dict[Any, list[Member]] = defaultdict(list)
-    for i, p in enumerate(group["params"]):
-        name = label(f"group {number}", group, i)
-        layout, travels = None, False
-        if algorithm.elementwise is None:
-            layout = layout_of(p, name)
-            check_grid(group.get("block_grid"), layout, name)
-            travels = layout.is_cut and algorithm.can_refresh
-        if p.requires_grad:
-            kinds[layout.group if travels else None, p.dtype, p.device].append((p, name, layout))
+    kinds: dict[_Kind, list[Member]] = defaultdict(list)
+    names = [label(f"group {number}", group, i) for i in range(len(group["params"]))]
+    if algorithm.elementwise is not None:
+        for p, name in zip(group["params"], names, strict=True):
+            if p.requires_grad:
+                kinds[_Kind(None, (), (), p.dtype, p.device, 0)].append((p, name, None))
+        return kinds
+    _check_splits(group, f"group {number}")
+    layouts = [
+        layout_of(p, name, _split(group, i), group["exchange"] == "gather")
+        for i, (p, name) in enumerate(zip(group["params"], names, strict=True))
+    ]
+    offsets = [0] * len(layouts)
+    if group.get("stagger"):
+        costs = [sum(Cargo(0, matrix.shape, ()).flops for matrix in layout.matrices) for layout in layouts]
+        offsets = stagger_offsets(costs, group["period"])
+    for p, name, layout, offset in zip(group["params"], names, layouts, offsets, strict=True):
+        check_grid(group.get("block_grid"), layout, name)
+        if not p.requires_grad:
+            continue
+        travels = layout.is_cut and algorithm.can_refresh
+        kind = _Kind(
+            layout.team if travels else None, layout.replicas if travels else (), layout.column_groups,
+            p.dtype, p.device, offset,
+        )  # fmt: skip
+        kinds[kind] += [(p, name, one) for one in (layout.each() if travels else [layout])]
     return kinds
 
 
-def _local_jobs(number: int, members: list[Member], bucket_bytes: int) -> list[Job]:
+def _split(group: Mapping[str, Any], i: int) -> MatrixSplit | None:
+    splits = group.get("matrix_splits")
+    return None if splits is None else splits[i]
+
+
+def _check_splits(group: Mapping[str, Any], where: str) -> None:
+    splits, count = group.get("matrix_splits"), len(group["params"])
+    if splits is None:
+        return
+    if not isinstance(splits, (tuple, list)) or len(splits) != count:
+        raise ValueError(f"{where}: matrix_splits has to name a split or None for each of its {count} parameters")
+    for split in splits:
+        if split is not None and not is_split(split):
+            raise ValueError(
+                f"{where}: {split!r} in matrix_splits has to be (k,) for equal chunks, rows of two parts or more as "
+                "(64, 64, 32), or ('interleaved', k)"
+            )
+
+
+def _local_jobs(number: int, members: list[Member], bucket_bytes: BucketBytes, offset: int) -> list[Job]:
     jobs: list[Job] = []
-    filled = 0
+    filled, limit = 0, BUCKET_BYTES if bucket_bytes == "auto" else bucket_bytes
     for p, name, layout in members:
         size = local(p.detach()).nbytes
-        if not jobs or filled + size > bucket_bytes:
-            jobs.append(Job(number))
+        if not jobs or filled + size > limit:
+            jobs.append(Job(number, offset=offset))
             filled = 0
         jobs[-1].params.append(p)
         jobs[-1].labels.append(name)

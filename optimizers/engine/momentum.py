@@ -26,10 +26,26 @@ def update_momentum(
     """
     if not buffers:
         return []
-    grads = [g.to(m.dtype) for g, m in zip(grads, buffers, strict=True)]
+    converted = _as_buffers(buffers, grads)
     if form == "ema":
-        torch._foreach_lerp_(buffers, grads, 1 - mu)
-        return list(torch._foreach_lerp(grads, buffers, mu)) if nesterov else buffers
-    torch._foreach_mul_(buffers, mu)
-    torch._foreach_add_(buffers, grads)
-    return list(torch._foreach_add(grads, buffers, alpha=mu)) if nesterov else buffers
+        torch._foreach_lerp_(buffers, converted, 1 - mu)
+    else:
+        torch._foreach_mul_(buffers, mu)
+        torch._foreach_add_(buffers, converted)
+    return look_ahead(buffers, converted, mu, nesterov, form)
+
+
+def look_ahead(
+    buffers: list[Tensor], grads: list[Tensor], mu: float, nesterov: bool, form: MomentumForm
+) -> list[Tensor]:
+    """U from buffers that have been updated by these gradients already."""
+    if not nesterov or not buffers:
+        return buffers
+    grads = _as_buffers(buffers, grads)
+    if form == "ema":
+        return list(torch._foreach_lerp(grads, buffers, mu))
+    return list(torch._foreach_add(grads, buffers, alpha=mu))
+
+
+def _as_buffers(buffers: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    return [g.to(m.dtype) for g, m in zip(grads, buffers, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ..orthogonal.newton_schulz import check_kernel
 from ..sharding.layout import Layout
+from ..sharding.plan import EXCHANGES
 from .algorithm import ALGORITHMS, Algorithm
 from .momentum import MOMENTUM_FORMS
 from .scaling import ADJUST_LR
 
-BOOKKEEPING = ("params", "param_names", "algorithm", "step", "initial_lr")
+BOOKKEEPING = ("params", "param_names", "matrix_splits", "algorithm", "step", "initial_lr")
 """Group keys that are no options of an algorithm; learning-rate schedulers write ``initial_lr``."""
 
 
@@ -67,22 +68,49 @@ def plain(value: Any) -> Any:
 
 
 def check_grid(grid: int | tuple[int, int] | None, layout: Layout, label: str) -> None:
-    """Raise a ValueError if a shard would cut through a block of the grid."""
-    if grid is None or not layout.is_cut:
+    """Raise a ValueError if the shard of any rank cuts through a block of the grid."""
+    if grid is None or layout.team is None:
         return
-    m, held = layout.shape[0], layout.rows[0]
-    height = math.ceil(m / (grid[0] if isinstance(grid, tuple) else grid))
-    if held == m or held % height == 0:
-        return
+    rows, columns = grid if isinstance(grid, tuple) else (grid, 1)
+    for matrix in {matrix[1:]: matrix for matrix in layout.matrices}.values():
+        at_rows, at_columns = set(), set()
+        for region in layout.regions:
+            rect, _ = matrix._replace(index=region.index[0]).within(region)
+            if rect.rows * rect.columns:
+                at_rows |= {rect.row, rect.row + rect.rows}
+                at_columns |= {rect.column, rect.column + rect.columns}
+        for blocks, size, cuts, what in (
+            (rows, matrix.rows, at_rows, "rows"),
+            (columns, matrix.columns, at_columns, "columns"),
+        ):
+            inner = sorted(cuts - {0, size})
+            if not _fits(blocks, size, inner):
+                raise ValueError(
+                    f"{label}: block_grid {grid!r} cuts {size} {what} every {math.ceil(size / blocks)}, but the shards "
+                    f"of {len(layout.regions)} ranks lie {_every(inner, what)}; {what[:-1]} counts that fit: "
+                    + _fitting(size, inner)
+                )
+
+
+def _fits(blocks: int, size: int, cuts: Sequence[int]) -> bool:
+    step = math.ceil(size / blocks)
+    return all(cut % step == 0 for cut in cuts)
+
+
+def _every(cuts: Sequence[int], what: str) -> str:
+    first = cuts[0]
+    if list(cuts) == [first * (i + 1) for i in range(len(cuts))]:
+        return f"every {first} {what}"
+    return f"at {what} {', '.join(map(str, cuts[:8]))}"
+
+
+def _fitting(size: int, cuts: Sequence[int]) -> str:
+    """The first block counts, one for each height of a block, that contain the cuts of the shards."""
     allowed: dict[int, int] = {}
-    for r in range(1, m + 1):
-        if held % math.ceil(m / r) == 0:
-            allowed.setdefault(math.ceil(m / r), r)
-    values = ", ".join(str(r) for r in list(allowed.values())[:8])
-    raise ValueError(
-        f"{label}: block_grid {grid!r} cuts {m} rows every {height}, but the shards of {len(layout.rows)} ranks lie "
-        f"every {held} rows; row counts that fit: {values}"
-    )
+    for blocks in range(1, size + 1):
+        if _fits(blocks, size, cuts):
+            allowed.setdefault(math.ceil(size / blocks), blocks)
+    return ", ".join(str(blocks) for blocks in list(allowed.values())[:8])
 
 
 def _number(value: Any) -> bool:
@@ -130,6 +158,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "momentum_form": (lambda v: v in MOMENTUM_FORMS, f"one of {', '.join(MOMENTUM_FORMS)}"),
     "ns_dtype": (lambda v: v is None or (isinstance(v, torch.dtype) and v.is_floating_point), "a float dtype or None"),
     "wire_dtype": (lambda v: v in _WIRE, "None, torch.bfloat16, torch.float32 or torch.float64"),
+    "exchange": (lambda v: v in EXCHANGES, f"one of {', '.join(EXCHANGES)}"),
     "period": (lambda v: v == math.inf or _whole(v, 1), "an int >= 1 or math.inf"),
     "phase": (lambda v: _whole(v, 0), "an int >= 0"),
     "block_lr_ratio": (_at_least_zero, "a float >= 0"),

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .matrices import Rect
 from .plan import Bucket, Cargo
 
 Item = TypeVar("Item")
@@ -47,7 +48,10 @@ def depart(bucket: Bucket, shards: Sequence[Tensor], rank: int, group: dist.Proc
     from_rank = [row[rank] for row in bucket.traffic]
     sent = torch.empty(sum(to_owner), dtype=bucket.dtype, device=shards[0].device)
     received = torch.empty(sum(from_rank), dtype=bucket.dtype, device=shards[0].device)
-    torch._foreach_copy_(_outbound(bucket.cargo, rank, sent), list(shards))
+    places = bucket.outgoing(rank)
+    if places:
+        targets = held([bucket.cargo[i] for i in places], rank, sent)
+        torch._foreach_copy_(targets, [shards[i] for i in places])
     work = dist.all_to_all_single(received, sent, from_rank, to_owner, group=group, async_op=True)
     return Trip(bucket, rank, group, sent, received, work)
 
@@ -57,15 +61,21 @@ def turn(trip: Trip, orthogonalise: Callable[[list[Tensor]], list[Tensor]]) -> T
     trip.work.wait()
     bucket, rank = trip.bucket, trip.rank
     owned = bucket.owned(rank)
-    arrived = _inbound(owned, bucket.ranks, trip.received)
-    directions = orthogonalise([torch.cat(parts) for parts in arrived])
-    received, sent = trip.sent, trip.received  # home they travel in each other's buffer: the sizes are the same
-    targets = [part for parts in _inbound(owned, bucket.ranks, sent) for part in parts]
-    sources = [part for o, cargo in zip(directions, owned, strict=True) for part in o.split(cargo.rows)]
+    senders = [src for src in range(bucket.ranks) if bucket.sends(src, rank)]
+    arrived = _inbound(owned, senders, trip.received)
+    directions = orthogonalise([assemble(c, senders, parts) for c, parts in zip(owned, arrived, strict=True)])
+    to_rank = [row[rank] for row in bucket.home]
+    from_owner = list(bucket.home[rank])
+    # Home they travel in each other's buffer, if the sizes are the same: they are unless there are replicas.
+    received, sent = (
+        old if old.numel() == sum(sizes) else old.new_empty(sum(sizes))
+        for old, sizes in ((trip.sent, from_owner), (trip.received, to_rank))
+    )
+    everyone = range(bucket.ranks)
+    targets = [part for parts in _inbound(owned, everyone, sent) for part in parts]
+    sources = [cut(o, c.shares[dst]) for o, c in zip(directions, owned, strict=True) for dst in everyone]
     if targets:
         torch._foreach_copy_(targets, sources)
-    from_owner = list(bucket.traffic[rank])
-    to_rank = [row[rank] for row in bucket.traffic]
     work = dist.all_to_all_single(received, sent, from_owner, to_rank, group=trip.group, async_op=True)
     return Trip(bucket, rank, trip.group, sent, received, work)
 
@@ -73,7 +83,22 @@ def turn(trip: Trip, orthogonalise: Callable[[list[Tensor]], list[Tensor]]) -> T
 def land(trip: Trip) -> list[Tensor]:
     """Wait for the directions of this rank's rows: one [rows_i, n_i] for each ``bucket.cargo[i]``, in wire dtype."""
     trip.work.wait()
-    return _outbound(trip.bucket.cargo, trip.rank, trip.received)
+    return held(trip.bucket.cargo, trip.rank, trip.received)
+
+
+def cut(matrix: Tensor, share: Rect) -> Tensor:
+    """A rank's share of a whole matrix [m, n], a view."""
+    return matrix[share.row : share.row + share.rows, share.column : share.column + share.columns]
+
+
+def assemble(cargo: Cargo, ranks: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
+    """The whole matrix [m, n] from the shares of ranks that hold it once between them."""
+    if all(cargo.shares[rank].columns == cargo.shape[1] for rank in ranks):
+        pairs = sorted(zip(ranks, parts, strict=True), key=lambda pair: cargo.shares[pair[0]].row)
+        return torch.cat([part for _, part in pairs])
+    whole = parts[0].new_empty(cargo.shape)
+    torch._foreach_copy_([cut(whole, cargo.shares[rank]) for rank in ranks], list(parts))
+    return whole
 
 
 def pipeline(
@@ -114,19 +139,20 @@ def pipeline(
         meanwhile()
 
 
-def _outbound(cargo: Sequence[Cargo], rank: int, buffer: Tensor) -> list[Tensor]:
-    """Views of a rank's buffer towards the owners: its rows of every matrix; cargo is ordered by owner."""
-    parts = buffer.split([c.elements(rank) for c in cargo])
-    return [part.view(c.rows[rank], c.shape[1]) for part, c in zip(parts, cargo, strict=True)]
+def held(cargo: Sequence[Cargo], rank: int, buffer: Tensor) -> list[Tensor]:
+    """Views of a rank's buffer: its share of each matrix, in the order of the cargo, that is by owner."""
+    sizes = [c.elements(rank) for c in cargo]
+    parts = buffer[: sum(sizes)].split(sizes)  # what is beyond is padding
+    return [part.view(c.shares[rank].rows, c.shares[rank].columns) for part, c in zip(parts, cargo, strict=True)]
 
 
-def _inbound(owned: Sequence[Cargo], ranks: int, buffer: Tensor) -> list[list[Tensor]]:
+def _inbound(owned: Sequence[Cargo], ranks: Sequence[int], buffer: Tensor) -> list[list[Tensor]]:
     """Views of an owner's buffer: for each owned matrix its parts by rank; the buffer is ordered by rank first."""
     if not owned:
         return []
-    parts = iter(buffer.split([c.elements(src) for src in range(ranks) for c in owned]))
+    parts = iter(buffer.split([c.elements(rank) for rank in ranks for c in owned]))
     views: list[list[Tensor]] = [[] for _ in owned]
-    for src in range(ranks):
+    for rank in ranks:
         for i, c in enumerate(owned):
-            views[i].append(next(parts).view(c.rows[src], c.shape[1]))
+            views[i].append(next(parts).view(c.shares[rank].rows, c.shares[rank].columns))
     return views

@@ -2,26 +2,49 @@
 
 A matrix cut over N ranks travels to one owner, is orthogonalised there once, and its rows travel back. Rank r sends
 its rows of every matrix to the owner and gets the same number of elements back, so a balanced refresh of E elements
-sends 2·b·E·(N−1)/N² bytes a rank (b bytes an element).
+sends 2·b·E·(N−1)/N² bytes a rank (b bytes an element). With R replicas of N shards, all R·N ranks are owners; a matrix
+comes from the replica of its owner and goes home to all of them.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, get_args
 
 import torch
+
+from .matrices import Rect
+
+BucketBytes = int | Literal["auto"]
+Exchange = Literal["owner", "gather"]
+EXCHANGES: tuple[str, ...] = get_args(Exchange)
+BUCKET_BYTES = 64 * 2**20
+SMALLEST_BUCKET = 2**20
+"""Below that, latency costs more than overlap gains."""
 
 
 @dataclass(frozen=True)
 class Cargo:
-    """One m×n matrix of which rank r holds ``rows[r]`` rows. ``index`` is its place in the caller's list."""
+    """One m×n matrix of which rank r holds ``shares[r]``. ``index`` is its place in the caller's list.
+
+    Numbers among the shares are so many whole rows, following those of the rank before.
+    """
 
     index: int
     shape: tuple[int, int]
-    rows: tuple[int, ...]
+    shares: Sequence[Rect | int]
+
+    def __post_init__(self) -> None:
+        row, shares = 0, []
+        for share in self.shares:
+            shares.append(Rect(row, share, 0, self.shape[1]) if isinstance(share, int) else share)
+            row += shares[-1].rows
+        object.__setattr__(self, "shares", tuple(shares))
 
     @property
     def flops(self) -> int:
@@ -31,7 +54,7 @@ class Cargo:
 
     def elements(self, rank: int) -> int:
         """Elements of the matrix that a rank holds."""
-        return self.rows[rank] * self.shape[1]
+        return self.shares[rank].rows * self.shares[rank].columns
 
 
 @dataclass(frozen=True)
@@ -42,63 +65,139 @@ class Bucket:
     owners: tuple[int, ...]
     dtype: torch.dtype
     ranks: int
+    replicas: tuple[int, ...]
 
     @cached_property
     def traffic(self) -> tuple[tuple[int, ...], ...]:
-        """``traffic[src][owner]``: elements of src's shards that the owner gets, and sends back."""
+        """``traffic[src][owner]``: elements of src's shards that the owner gets."""
+        ranks = range(self.ranks)
+        return tuple(tuple(self.home[src][o] if self.sends(src, o) else 0 for o in ranks) for src in ranks)
+
+    @cached_property
+    def home(self) -> tuple[tuple[int, ...], ...]:
+        """``home[rank][owner]``: elements that the owner sends to a rank, which are all that the rank holds."""
         table = [[0] * self.ranks for _ in range(self.ranks)]
         for cargo, owner in zip(self.cargo, self.owners, strict=True):
-            for src in range(self.ranks):
-                table[src][owner] += cargo.elements(src)
+            for rank in range(self.ranks):
+                table[rank][owner] += cargo.elements(rank)
         return tuple(map(tuple, table))
+
+    def sends(self, src: int, owner: int) -> bool:
+        """Whether an owner gets its matrices from src: from the ranks of its own replica."""
+        return self.replicas[src] == self.replicas[owner]
 
     def owned(self, rank: int) -> list[Cargo]:
         """The matrices that a rank orthogonalises, in the order of the bucket."""
         return [c for c, owner in zip(self.cargo, self.owners, strict=True) if owner == rank]
 
+    def outgoing(self, rank: int) -> list[int]:
+        """Places in the bucket of the matrices that a rank sends its part of."""
+        return [i for i, owner in enumerate(self.owners) if self.sends(rank, owner)]
+
     @cached_property
     def bytes_sent(self) -> tuple[int, ...]:
         """Bytes that each rank puts on the wire in one refresh: out to the owners and home from it."""
-        held = map(sum, self.traffic)
-        owned = map(sum, zip(*self.traffic, strict=True))
+        owned = list(map(sum, zip(*self.home, strict=True)))
         return tuple(
-            (out + home - 2 * self.traffic[rank][rank]) * self.dtype.itemsize
-            for rank, (out, home) in enumerate(zip(held, owned, strict=True))
+            (sum(self.traffic[rank]) - self.traffic[rank][rank] + owned[rank] - self.home[rank][rank])
+            * self.dtype.itemsize
+            for rank in range(self.ranks)
         )
+
+    @cached_property
+    def work(self) -> tuple[int, ...]:
+        """``Cargo.flops`` of the matrices that each rank orthogonalises."""
+        done = Counter()
+        for cargo, owner in zip(self.cargo, self.owners, strict=True):
+            done[owner] += cargo.flops
+        return tuple(done[rank] for rank in range(self.ranks))
+
+
+@dataclass(frozen=True)
+class GatherBucket:
+    """Matrices whose shares every rank gathers."""
+
+    cargo: tuple[Cargo, ...]
+    dtype: torch.dtype
+    ranks: int
+
+    @cached_property
+    def padded(self) -> int:
+        """Elements that each rank sends: as many as the rank with most of them holds, and at least one."""
+        return max(1, *(sum(c.elements(rank) for c in self.cargo) for rank in range(self.ranks)))
+
+    @cached_property
+    def bytes_sent(self) -> tuple[int, ...]:
+        """Bytes that each rank puts on the wire in one refresh, by the ring model."""
+        return ((self.ranks - 1) * self.padded * self.dtype.itemsize,) * self.ranks
+
+    @cached_property
+    def work(self) -> tuple[int, ...]:
+        """``Cargo.flops`` of the matrices that each rank orthogonalises: all of them."""
+        return (sum(c.flops for c in self.cargo),) * self.ranks
+
+
+AnyBucket = Bucket | GatherBucket
 
 
 @dataclass
 class Planner:
-    """Deals matrices of one process group to owners, largest first to the least loaded, over all calls of ``plan``."""
+    """Deals matrices of one team to owners, largest first to the least loaded, and packs them into buckets."""
 
     ranks: int
-    bucket_bytes: int
-    _loads: list[tuple[int, int]] = field(init=False)
+    bucket_bytes: BucketBytes
+    replicas: tuple[int, ...] = ()
+    exchange: Exchange = "owner"
 
     def __post_init__(self) -> None:
-        self._loads = [(0, rank) for rank in range(self.ranks)]
+        self.replicas = self.replicas or (0,) * self.ranks
 
-    def plan(self, cargo: Sequence[Cargo], dtype: torch.dtype) -> list[Bucket]:
+    def plan(self, cargo: Sequence[Cargo], dtype: torch.dtype) -> list[AnyBucket]:
         """Buckets of at most ``bucket_bytes`` of one rank's shards, but at least one matrix.
 
         Matrices are ordered by their work, so equal shapes meet in a bucket and each bucket by itself is balanced.
         """
-        buckets: list[Bucket] = []
-        open_cargo: list[tuple[int, Cargo]] = []
-        filled = 0
-        for item in sorted(cargo, key=lambda c: (-c.flops, c.index)):
-            size = max(map(item.elements, range(self.ranks))) * dtype.itemsize
-            if open_cargo and filled + size > self.bucket_bytes:
-                buckets.append(self._close(open_cargo, dtype))
-                open_cargo, filled = [], 0
-            load, owner = heapq.heappop(self._loads)
-            heapq.heappush(self._loads, (load + item.flops, owner))
-            open_cargo.append((owner, item))
-            filled += size
-        if open_cargo:
-            buckets.append(self._close(open_cargo, dtype))
-        return buckets
+        return self.plan_all([(cargo, dtype)])[0]
 
-    def _close(self, dealt: list[tuple[int, Cargo]], dtype: torch.dtype) -> Bucket:
+    def plan_all(self, loads: Sequence[tuple[Sequence[Cargo], torch.dtype]]) -> list[list[AnyBucket]]:
+        """Buckets for each list, which share none; owners are dealt over all of them at once."""
+        limit = self._limit(loads)
+        everything = [(item, number) for number, (cargo, _) in enumerate(loads) for item in cargo]
+        everything.sort(key=lambda pair: (-pair[0].flops, pair[1], pair[0].index))
+        idle = [(0, rank) for rank in range(self.ranks)]
+        dealt: list[list[tuple[int, Cargo]]] = [[] for _ in loads]
+        for item, number in everything:
+            load, owner = heapq.heappop(idle)
+            heapq.heappush(idle, (load + item.flops, owner))
+            dealt[number].append((owner, item))
+        return [self._pack(part, dtype, limit) for part, (_, dtype) in zip(dealt, loads, strict=True)]
+
+    def _limit(self, loads: Sequence[tuple[Sequence[Cargo], torch.dtype]]) -> int:
+        """Auto: 64 MiB at most, and at least four buckets, so that they overlap, unless these would be tiny."""
+        if self.bucket_bytes != "auto":
+            return self.bucket_bytes
+        total = sum(self._size(item) * dtype.itemsize for cargo, dtype in loads for item in cargo)
+        return min(BUCKET_BYTES, max(SMALLEST_BUCKET, math.ceil(total / 4)))
+
+    def _size(self, item: Cargo) -> int:
+        return max(map(item.elements, range(self.ranks)))
+
+    def _pack(self, dealt: list[tuple[int, Cargo]], dtype: torch.dtype, limit: int) -> list[AnyBucket]:
+        buckets: list[AnyBucket] = []
+        waiting: list[tuple[int, Cargo]] = []
+        filled = 0
+        for owner, item in dealt:
+            size = self._size(item) * dtype.itemsize
+            if waiting and filled + size > limit:
+                buckets.append(self._close(waiting, dtype))
+                waiting, filled = [], 0
+            waiting.append((owner, item))
+            filled += size
+        return [*buckets, self._close(waiting, dtype)] if waiting else buckets
+
+    def _close(self, dealt: list[tuple[int, Cargo]], dtype: torch.dtype) -> AnyBucket:
+        if self.exchange == "gather":
+            return GatherBucket(tuple(c for _, c in dealt), dtype, self.ranks)
         dealt = sorted(dealt, key=lambda pair: (pair[0], pair[1].index))
-        return Bucket(tuple(c for _, c in dealt), tuple(owner for owner, _ in dealt), dtype, self.ranks)
+        owners = tuple(owner for owner, _ in dealt)
+        return Bucket(tuple(c for _, c in dealt), owners, dtype, self.ranks, self.replicas)

@@ -1,0 +1,220 @@
+"""Every layout a DTensor can have, on gloo ranks: what each rank holds, and that sharding changes no result.
+
+Every ``case_…`` runs on all ranks of one start.
+"""
+
+import functools
+import math
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from optimizers import BlockMuon, Muon, MuonBP, PeriodicRowMuon, census
+from optimizers.sharding.layout import layout_of, local
+from tests.distributed.ranks import run, run_case
+
+FP32 = {"ns_dtype": torch.float32, "wire_dtype": torch.float32}
+SHAPES = [(10, 6), (8, 8), (24, 5), (2, 7), (1, 9), (6, 1), (10, 6), (5, 3, 2, 2), (3, 4, 6)]
+
+
+@functools.cache
+def mesh_of(*sizes):
+    names = tuple(f"layout_{len(sizes)}_{'_'.join(map(str, sizes))}_{i}" for i in range(len(sizes)))
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def values(seed, shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def place(full, mesh, placements):
+    return full if mesh is None else distribute_tensor(full, mesh, placements, src_data_rank=None)
+
+
+def meshes():
+    """(mesh, placements) for this number of ranks; uneven and empty shards follow from SHAPES."""
+    n = dist.get_world_size()
+    yield mesh_of(n), [Shard(0)]
+    yield mesh_of(n), [Shard(1)]
+    yield mesh_of(1, n), [Replicate(), Shard(0)]
+    yield mesh_of(n, 1), [Shard(1), Shard(0)]
+    if n % 2 == 0 and n > 2:
+        half = mesh_of(2, n // 2)
+        yield half, [Replicate(), Shard(0)]
+        yield half, [Shard(0), Replicate()]
+        yield half, [Replicate(), Shard(1)]
+        yield half, [Shard(0), Shard(1)]
+        yield half, [Shard(1), Shard(0)]
+        yield half, [Shard(0), Shard(0)]
+    if n == 8:
+        yield mesh_of(2, 2, 2), [Replicate(), Shard(0), Shard(1)]
+        yield mesh_of(2, 2, 2), [Shard(0), Replicate(), Shard(1)]
+
+
+def train(cls, shapes, mesh=None, placements=None, steps=4, zoo=None, splits=None, dtype=torch.float32, **options):
+    make = (lambda i, step, shape: values(1000 * (step + 1) + i, shape)) if zoo is None else zoo
+    params = [nn.Parameter(place(values(i, s).to(dtype), mesh, placements)) for i, s in enumerate(shapes)]
+    group = {"params": params} | ({} if splits is None else {"matrix_splits": splits})
+    optimizer = cls([group], lr=0.02, **options)
+    for step in range(steps):
+        for i, p in enumerate(params):
+            p.grad = place(make(i, step, p.shape).to(dtype), mesh, placements)
+        optimizer.step()
+    return [p.full_tensor() if mesh is not None else p.detach() for p in params], optimizer
+
+
+def largest_difference(first, second):
+    return max((a - b).abs().max().item() for a, b in zip(first, second, strict=True))
+
+
+def close(first, second, limit):
+    """Differences at most ``limit`` × the root mean square."""
+    return all((a - b).abs().max() <= limit * b.square().mean().sqrt() for a, b in zip(first, second, strict=True))
+
+
+def pieces_match(param, full, label="w"):
+    """Every rank's region as this rank computes it, filled in from what every rank really holds."""
+    layout = layout_of(param, label)
+    own = local(param.detach())
+    held = [None] * dist.get_world_size()
+    dist.all_gather_object(held, own.numpy())
+    box = full if full.ndim == 3 else full.flatten(1)[None]
+    for rank, region in zip(layout.team.ranks, layout.regions, strict=True):
+        (e, en), (r, rn), (c, cn) = region
+        assert held[rank].tobytes() == box[e : e + en, r : r + rn, c : c + cn].contiguous().numpy().tobytes(), region
+    assert layout.team.ranks[layout.rank] == dist.get_rank()
+
+
+def case_every_rank_knows_what_every_rank_holds():
+    for mesh, placements in meshes():
+        for shape in [*SHAPES, (9, 7, 2), (7, 2, 3, 2, 1)]:
+            full = values(0, shape)
+            pieces_match(place(full, mesh, placements), full)
+        if mesh.ndim == 1:
+            full = values(0, (3, 5, 7))
+            pieces_match(place(full, mesh, [Shard(2)]), full)
+
+
+def case_fsdp_over_tensor_parallelism_is_assembled_like_full_tensor():
+    if dist.get_world_size() not in (4, 8):
+        return
+    mesh = mesh_of(2, dist.get_world_size() // 2)
+    dp, tp = mesh.mesh_dim_names
+    for rows in (8, 12, 9):
+        full = torch.arange(rows * 8.0).view(rows, 8)
+        for style in (ColwiseParallel(), RowwiseParallel()):
+            if rows == 9 and isinstance(style, ColwiseParallel):
+                continue  # torch itself asks for even shards there
+            net = nn.Sequential(nn.Linear(8, rows, bias=False))
+            with torch.no_grad():
+                net[0].weight.copy_(full)
+            parallelize_module(net, mesh[tp], {"0": style})
+            fully_shard(net, mesh=mesh[dp])
+            weight = net[0].weight
+            assert weight.device_mesh.ndim == 2
+            pieces_match(weight, full)
+            assert weight.full_tensor().detach().numpy().tobytes() == full.numpy().tobytes()
+            alone = nn.Parameter(full.clone())
+            for w in (alone, weight):
+                optimizer = Muon([w], lr=0.1)
+                w.grad = place(values(5, full.shape), getattr(w, "device_mesh", None), getattr(w, "placements", None))
+                if w is weight:
+                    w.grad = torch.zeros_like(w)
+                    copy_full(values(5, full.shape), w.grad)
+                optimizer.step()
+            assert torch.equal(weight.full_tensor(), alone)
+
+
+def copy_full(full, target):
+    """Fill a DTensor of any placement with a whole tensor's values."""
+    layout = layout_of(target, "target")
+    _, (r, rn), (c, cn) = layout.regions[layout.rank]
+    target.to_local().copy_(full[r : r + rn, c : c + cn])
+
+
+def case_sharding_changes_no_spectral_step():
+    for mesh, placements in meshes():
+        for options in ({}, FP32):
+            alone, _ = train(Muon, SHAPES, **options)
+            shared, _ = train(Muon, SHAPES, mesh, placements, **options)
+            assert largest_difference(alone, shared) == 0, (mesh, placements, options)
+
+
+def case_row_steps_agree_on_every_layout():
+    for mesh, placements in meshes():
+        whole_rows = Shard(1) not in placements
+        shapes = SHAPES if whole_rows else SHAPES[:-1]  # Shard(1) of a stack leaves rows whole
+        alone, _ = train(PeriodicRowMuon, shapes)
+        shared, _ = train(PeriodicRowMuon, shapes, mesh, placements)
+        assert largest_difference(alone, shared) == 0 if whole_rows else close(shared, alone, 1e-6), placements
+
+
+def case_row_steps_send_one_small_collective_under_columns_and_nothing_under_rows():
+    n = dist.get_world_size()
+    for placement, calls in ((Shard(0), Counter()), (Shard(1), Counter({"allreduce_": 1}))):
+        _, optimizer = train(PeriodicRowMuon, [(8, 8), (24, 16)], mesh_of(n), [placement], steps=1, bucket_bytes=1)
+        with census() as seen:
+            optimizer.step()
+        assert seen.calls == calls and seen.bytes_sent == optimizer.wire_bytes
+        assert seen.bytes_sent == (2 * 8 * (8 + 24) * (n - 1) // n if calls else 0)
+
+
+def case_rows_of_any_magnitude_are_unit_rows_under_columns():
+    def zoo(i, step, shape):
+        return values(step, shape) * torch.tensor([1e20, 1e-25, 0.0, 1.0, 1e-3, 1e10])[:, None]
+
+    alone, _ = train(PeriodicRowMuon, [(6, 16)], period=math.inf, zoo=zoo)
+    shared, _ = train(PeriodicRowMuon, [(6, 16)], mesh_of(dist.get_world_size()), [Shard(1)], period=math.inf, zoo=zoo)
+    assert close(shared, alone, 1e-6) and all(w.isfinite().all() for w in shared)
+
+
+def case_hybrid_replicas_share_the_work_and_one_of_them_sends():
+    n = dist.get_world_size()
+    if n % 2 or n == 2:
+        return
+    mesh, shapes = mesh_of(2, n // 2), [(16, 8)] * (2 * n)
+    _, optimizer = train(Muon, shapes, mesh, [Replicate(), Shard(0)], steps=1)
+    with census() as seen:
+        optimizer.step()
+    assert seen.calls == Counter({"alltoall_base_": 2}) and seen.bytes_sent == optimizer.wire_bytes
+    (job,) = optimizer._jobs
+    assert set(job.bucket.work) == {2 * (2 * 8 * 8 * 16 + 8**3)}
+    shards, elements = n // 2, sum(map(math.prod, shapes))
+    out = elements / n * (1 - 1 / shards)  # half of the matrices go to owners of this replica
+    home = elements / n * (2 - 1 / shards)  # to both replicas, without its own rows
+    assert seen.bytes_sent == 2 * (out + home)
+
+
+def case_blocks_are_the_same_for_any_layout_of_a_grid():
+    n = dist.get_world_size()
+    for mesh, placements in meshes():
+        for cls in (BlockMuon, MuonBP):
+            alone, _ = train(cls, [(24, 48)], block_grid=(24, 24), **FP32)
+            shared, optimizer = train(cls, [(24, 48)], mesh, placements, block_grid=(24, 24), **FP32)
+            assert close(shared, alone, 1e-6), placements
+            with census() as seen:
+                optimizer.step()
+            assert seen.collectives == 0
+    if n != 8:
+        with pytest.raises(ValueError, match=r"block_grid \(1, 5\) cuts 24 columns every 5, .*column counts that fit"):
+            train(BlockMuon, [(24, 24)], mesh_of(n), [Shard(1)], block_grid=(1, 5))
+
+
+CASES = [case for name, case in sorted(globals().items()) if name.startswith("case_")]
+
+
+def everything():
+    for case in CASES:
+        run_case(case)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.long)])
+def test_every_layout_on_gloo_ranks(ranks):
+    run(everything, ranks)
