@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .sharding.matrices import SPLIT_FORMS, MatrixSplit, is_split
+
 _ADAMW_NAMES = re.compile(
     r"embed|modulation|ada_?ln|adanorm|^norm(\d|_|$)|^time(_?step)?_(proj|mlp)|caption_projection", re.IGNORECASE
 )
@@ -32,6 +34,7 @@ def param_groups(
     *,
     matrices: Sequence[str] | None = None,
     adamw: Sequence[str] = (),
+    splits: Mapping[str, MatrixSplit] | None = None,
     matrix_options: Mapping[str, Any] | None = None,
     adamw_options: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
@@ -45,15 +48,20 @@ def param_groups(
         model: its parameters may be DTensors.
         matrices: patterns of names (``blocks.*.gate``; * also matches dots) that go to the matrix group as well.
         adamw: patterns of names that go to AdamW instead.
+        splits: logical matrices by pattern of names, ``{"blocks.*.qkv.weight": (3,)}``: ``(k,)`` equal chunks,
+            ``(64, 64, 32)`` parts of so many rows, or ``("interleaved", k)``, in rows of the whole parameter. A module
+            may declare them itself, ``module.matrix_splits = {"weight": (6,)}``; a pattern goes before that.
         matrix_options: keys for the matrix group, for example ``{"lr": 2e-3}``.
         adamw_options: keys for the AdamW groups, for example ``{"lr": 3e-4, "betas": (0.9, 0.95)}``.
 
     Returns:
-        Up to three groups with ``params`` and ``param_names``; empty ones are left out.
+        Up to three groups with ``params`` and ``param_names``; empty ones are left out. The matrix group has a key
+        ``matrix_splits``, a split or None for each of its parameters, if any is split.
 
     Raises:
         ValueError: for a pattern that matches nothing (with the nearest name), a name matched by both lists, or a
-            parameter of fewer than two dimensions named as a matrix.
+            parameter of fewer than two dimensions named as a matrix; for a split of something that is no parameter, and
+            two patterns that split the same one differently.
     """
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     forced_matrix = _matching(matrices or (), names, "matrices")
@@ -74,7 +82,7 @@ def param_groups(
         parts["matrix" if is_matrix else "decayed" if p.ndim >= 2 else "plain"].append((name, p))
     options = dict(adamw_options or {})
     groups = [
-        {**dict(matrix_options or {}), **_members(parts["matrix"])},
+        {**dict(matrix_options or {}), **_members(parts["matrix"]), **_splits(model, splits or {}, parts["matrix"])},
         {"algorithm": "adamw", **options, **_members(parts["decayed"])},
         {"algorithm": "adamw", **options, "weight_decay": 0.0, **_members(parts["plain"])},
     ]
@@ -132,6 +140,30 @@ def _members(pairs: list[tuple[str, Tensor]]) -> dict[str, Any]:
     return {"params": [p for _, p in pairs], "param_names": [name for name, _ in pairs]}
 
 
+def _splits(
+    model: nn.Module, patterns: Mapping[str, MatrixSplit], members: Sequence[tuple[str, Tensor]]
+) -> dict[str, Any]:
+    """``matrix_splits`` of the matrix group, nothing if no member is split."""
+    declared: dict[str, MatrixSplit] = {}
+    for path, module in model.named_modules():
+        for attribute, split in getattr(module, "matrix_splits", {}).items():
+            if not isinstance(getattr(module, attribute, None), Tensor):
+                raise ValueError(
+                    f"{path or 'the model'}: matrix_splits names {attribute!r}, which is no parameter of it"
+                )
+            declared[f"{path}.{attribute}" if path else attribute] = split
+    names, asked = [name for name, _ in members], {}
+    for pattern, split in patterns.items():
+        for name in _matching([pattern], names, "splits"):
+            if asked.setdefault(name, split) != split:
+                raise ValueError(f"parameter {name!r} is split as {asked[name]} and as {split} by patterns of splits")
+    found = tuple((declared | asked).get(name) for name in names)
+    for name, split in zip(names, found, strict=True):
+        if split is not None and not is_split(split):
+            raise ValueError(f"parameter {name!r}: the split {split!r} has to be {SPLIT_FORMS}")
+    return {"matrix_splits": tuple(s and tuple(s) for s in found)} if any(found) else {}
+
+
 def _matching(patterns: Sequence[str], names: Sequence[str], argument: str) -> set[str]:
     if isinstance(patterns, str):
         patterns = [patterns]
@@ -140,8 +172,9 @@ def _matching(patterns: Sequence[str], names: Sequence[str], argument: str) -> s
         hits = [name for name in names if fnmatchcase(name, pattern)]
         if not hits:
             near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+            kind = "matrix" if argument == "splits" else "trainable parameter"
             hint = f"; the nearest is {near[0]!r}" if near else ""
-            raise ValueError(f"pattern {pattern!r} in {argument} matches no trainable parameter{hint}")
+            raise ValueError(f"pattern {pattern!r} in {argument} matches no {kind}{hint}")
         matched.update(hits)
     return matched
 

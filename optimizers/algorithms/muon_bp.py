@@ -44,6 +44,7 @@ MUON_BP = register(
             "momentum_form": "heavy_ball",
             "period": 5,
             "phase": 0,
+            "stagger": False,
             "block_lr_ratio": 1.0,
             "block_grid": None,
         },
@@ -67,6 +68,8 @@ class MuonBP(Driver):
         adjust_lr_fn: a(m, n): ``original`` √max(1, m/n), ``match_rms_adamw`` 0.2·√max(m, n),
             ``spectral_unclamped`` √(m/n).
         period: P ≥ 1, or ``math.inf`` to never refresh. phase: step t ≥ 0 is a refresh if (t − phase) mod P = 0.
+        stagger: whether matrices refresh in different steps of a period, dealt so that every step costs the same: step
+            t refreshes those whose offset o, from shapes and their order alone, gives (t − phase − o) mod period = 0.
         block_lr_ratio: factor on block steps.
         block_grid: R row blocks or (R, C) blocks a matrix, cut as ``torch.chunk`` does, the same for any number of
             ranks; shards may not cut through a block. None: the local shard is the block.
@@ -100,6 +103,7 @@ class MuonBP(Driver):
         *,
         period: int | float = 5,
         phase: int = 0,
+        stagger: bool = False,
         block_lr_ratio: float = 1.0,
         block_grid: int | tuple[int, int] | None = None,
         momentum_form: MomentumForm = "heavy_ball",
@@ -124,6 +128,7 @@ class MuonBP(Driver):
             "exchange": exchange,
             "period": period,
             "phase": phase,
+            "stagger": stagger,
             "block_lr_ratio": block_lr_ratio,
             "block_grid": block_grid,
         }

@@ -38,7 +38,7 @@ from ..sharding.plan import BucketBytes, Exchange
 PERIODIC_ROW_MUON = register(
     Algorithm(
         name="periodic_row_muon",
-        options={**MATRIX_OPTIONS, "period": 3, "phase": 0, "row_lr_ratio": 1.0},
+        options={**MATRIX_OPTIONS, "period": 3, "phase": 0, "stagger": False, "row_lr_ratio": 1.0},
         between=row,
         whole_rows=True,
     )
@@ -60,6 +60,8 @@ class PeriodicRowMuon(Driver):
         adjust_lr_fn: a(m, n): ``original`` √max(1, m/n), ``match_rms_adamw`` 0.2·√max(m, n),
             ``spectral_unclamped`` √(m/n).
         period: K ≥ 1, or ``math.inf`` to never refresh. phase: step t ≥ 0 is a refresh if (t − phase) mod K = 0.
+        stagger: whether matrices refresh in different steps of a period, dealt so that every step costs the same: step
+            t refreshes those whose offset o, from shapes and their order alone, gives (t − phase − o) mod period = 0.
         row_lr_ratio: factor on row steps.
         momentum_form: ``ema`` or ``heavy_ball``.
         ns_dtype: of the iterations; None is fp64 for fp64 weights, else bf16 where the device is natively fast at
@@ -90,6 +92,7 @@ class PeriodicRowMuon(Driver):
         *,
         period: int | float = 3,
         phase: int = 0,
+        stagger: bool = False,
         row_lr_ratio: float = 1.0,
         momentum_form: MomentumForm = "ema",
         ns_dtype: torch.dtype | None = None,
@@ -113,6 +116,7 @@ class PeriodicRowMuon(Driver):
             "exchange": exchange,
             "period": period,
             "phase": phase,
+            "stagger": stagger,
             "row_lr_ratio": row_lr_ratio,
         }
         super().__init__(params, PERIODIC_ROW_MUON, options, bucket_bytes, max_in_flight)

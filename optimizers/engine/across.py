@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .directions import row, row_sums
-from .jobs import Job
+from .task import Task
 from .update import apply
 
 
-class Shared(Protocol):
-    """A job in one step, as the driver's ``Task``."""
-
-    job: Job
-    group: Mapping[str, Any]
-    weights: list[Tensor]
-
-
 def row_steps_across(
-    tasks: Sequence[Shared],
-    advance: Callable[[Any], list[Tensor]],
-    look_ahead: Callable[[Any], list[Tensor]],
+    tasks: Sequence[Task],
+    advance: Callable[[Task], list[Tensor]],
+    look_ahead: Callable[[Task], list[Tensor]],
 ) -> int:
     """Take the row steps of tasks whose layouts have ``column_groups``; the bytes that this rank sends for it.
 
     U is made twice, by ``advance`` for the sums of squares and by ``look_ahead`` for the step, so that it need not be
     held for all matrices while the sums of all of them travel.
     """
-    together: dict[Any, list[Any]] = defaultdict(list)
+    together: dict[Any, list[Task]] = defaultdict(list)
     for task in tasks:
         together[task.job.group, task.job.layouts[0].column_groups, task.job.device].append(task)
     sent = 0

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..sharding import exchange, gather
 from ..sharding.agreement import agree, process_groups
 from ..sharding.exchange import pipeline, warm_up
 from ..sharding.layout import local
-from ..sharding.plan import BucketBytes, GatherBucket
+from ..sharding.plan import BucketBytes
+from ..sharding.report import Plan
 from .across import row_steps_across
 from .algorithm import ALGORITHMS, Algorithm
+from .costs import plan_of
 from .directions import Step, orthogonalise_whole, spectral
 from .foreign import from_torch
 from .gradients import local_gradients
@@ -27,30 +27,8 @@ from .momentum import look_ahead, update_momentum
 from .options import check_options, find_algorithm, plain
 from .scaling import spectral_scale
 from .stored_state import check_stored, complete, unwrap_tensors, wrap_tensors
+from .task import Task
 from .update import apply
-
-
-@dataclass
-class Task:
-    """A job in one step. ``weights`` and ``gradients`` are local, read once."""
-
-    job: Job
-    group: dict[str, Any]
-    algorithm: Algorithm
-    refresh: bool
-    weights: list[Tensor]
-    gradients: list[Tensor | None]
-
-    @property
-    def travels(self) -> bool:
-        """Whether it communicates in this step."""
-        return self.refresh and self.job.bucket is not None
-
-    @property
-    def shares_rows(self) -> bool:
-        """Whether it takes a row step although ranks share its rows."""
-        row_step = self.algorithm.whole_rows and not self.refresh
-        return row_step and bool(self.job.layouts[0].column_groups)
 
 
 class Driver(torch.optim.Optimizer):
@@ -119,6 +97,13 @@ class Driver(torch.optim.Optimizer):
             sent[job.team].append(job.bucket.bytes_sent)
         return self._reduced_bytes + sum(max(map(sum, zip(*buckets, strict=True))) for buckets in sent.values())
 
+    @property
+    def plan(self) -> Plan:
+        """What every rank computes and sends in each kind of step; ``plan.summary()`` prints it. Not collective."""
+        if self._jobs is None or self._built_for != self._present():
+            raise RuntimeError("the plan follows the parameters at the next step or load_state_dict; ask after it")
+        return plan_of(self._jobs, self.param_groups)
+
     # -- groups and state -------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -153,6 +138,8 @@ class Driver(torch.optim.Optimizer):
                 inherited = own or key in ("lr", "weight_decay")
                 param_group[key] = plain(param_group.get(key, self._options[key] if inherited else default))
             param_group.setdefault("step", 0)
+            if "matrix_splits" in param_group:
+                param_group["matrix_splits"] = plain(param_group["matrix_splits"])
             check_options(param_group, algorithm, where)
         super().add_param_group(param_group)
         for key in self.defaults.keys() - algorithm.options.keys():  # torch fills them into every group
@@ -264,32 +251,34 @@ class Driver(torch.optim.Optimizer):
         """Update a job without communication."""
         if task.algorithm.elementwise is not None:
             state = {key: self._states(task, key) for key in task.algorithm.state}
-            task.algorithm.elementwise(task.weights, state, _gradients(task), task.group)
+            task.algorithm.elementwise(task.weights, state, task.dense_gradients(), task.group)
             return
         direction = spectral if task.refresh else task.algorithm.between
         apply(direction(task.weights, self._inputs(task), task.job.layouts, task.group), task.group)
 
     def _depart(self, task: Task) -> tuple[Task, Any]:
         job = task.job
-        return task, _route(job).depart(job.bucket, self._inputs(task), job.layouts[0].rank, job.team.open())
+        return task, task.route.depart(job.bucket, self._inputs(task), job.layouts[0].rank, job.team.open())
 
     def _turn(self, travelling: tuple[Task, Any]) -> tuple[Task, Any]:
         task, trip = travelling
         newton_schulz = partial(orthogonalise_whole, options=task.group, weight=task.weights[0])
-        return task, _route(task.job).turn(trip, newton_schulz)
+        return task, task.route.turn(trip, newton_schulz)
 
     def _land(self, travelling: tuple[Task, Any]) -> None:
         task, trip = travelling
         factors = [spectral_scale(task.group["adjust_lr_fn"], *layout.shape) for layout in task.job.layouts]
-        apply(Step(task.weights, _route(task.job).land(trip), factors), task.group)
+        apply(Step(task.weights, task.route.land(trip), factors), task.group)
 
     def _inputs(self, task: Task) -> list[Tensor]:
         group, buffers = task.group, self._states(task, "momentum_buffer")
-        return update_momentum(buffers, _gradients(task), group["momentum"], group["nesterov"], group["momentum_form"])
+        return update_momentum(
+            buffers, task.dense_gradients(), group["momentum"], group["nesterov"], group["momentum_form"]
+        )
 
     def _look_ahead(self, task: Task) -> list[Tensor]:
         group, buffers = task.group, self._states(task, "momentum_buffer")
-        return look_ahead(buffers, _gradients(task), group["momentum"], group["nesterov"], group["momentum_form"])
+        return look_ahead(buffers, task.dense_gradients(), group["momentum"], group["nesterov"], group["momentum_form"])
 
     def _states(self, task: Task, key: str) -> list[Tensor]:
         return task.job.select(local(self.state[p][key]) for p in task.job.params)
@@ -347,6 +336,11 @@ class Driver(torch.optim.Optimizer):
             for what, theirs, ours in (
                 ("algorithm", stored["algorithm"], group["algorithm"]),
                 ("number of parameters", len(stored["params"]), len(group["params"])),
+                (
+                    "matrix_splits",
+                    plain(stored.get("matrix_splits", group.get("matrix_splits"))),
+                    group.get("matrix_splits"),
+                ),
             ):
                 if theirs != ours:
                     raise ValueError(
@@ -370,15 +364,6 @@ class Driver(torch.optim.Optimizer):
         self._travelled: list[Job] = []
         self._reduced_bytes = 0
         self._jobs = None
-
-
-def _route(job: Job) -> Any:
-    """The module that moves a job's bucket: depart, turn, land."""
-    return gather if isinstance(job.bucket, GatherBucket) else exchange
-
-
-def _gradients(task: Task) -> list[Tensor]:
-    return [torch.zeros_like(w) if g is None else g for g, w in zip(task.gradients, task.weights, strict=True)]
 
 
 def _listed(params: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..sharding.layout import Layout, layout_of, local
-from ..sharding.matrices import MatrixSplit, is_split
+from ..sharding.matrices import SPLIT_FORMS, MatrixSplit, is_split
 from ..sharding.plan import BUCKET_BYTES, AnyBucket, BucketBytes, Cargo, Planner
 from ..sharding.team import Team
 from .algorithm import ALGORITHMS
@@ -185,10 +185,7 @@ def _check_splits(group: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: matrix_splits has to name a split or None for each of its {count} parameters")
     for split in splits:
         if split is not None and not is_split(split):
-            raise ValueError(
-                f"{where}: {split!r} in matrix_splits has to be (k,) for equal chunks, rows of two parts or more as "
-                "(64, 64, 32), or ('interleaved', k)"
-            )
+            raise ValueError(f"{where}: {split!r} in matrix_splits has to be {SPLIT_FORMS}")
 
 
 def _local_jobs(number: int, members: list[Member], bucket_bytes: BucketBytes, offset: int) -> list[Job]:

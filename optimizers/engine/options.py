@@ -161,6 +161,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "exchange": (lambda v: v in EXCHANGES, f"one of {', '.join(EXCHANGES)}"),
     "period": (lambda v: v == math.inf or _whole(v, 1), "an int >= 1 or math.inf"),
     "phase": (lambda v: _whole(v, 0), "an int >= 0"),
+    "stagger": (lambda v: isinstance(v, bool), "True or False"),
     "block_lr_ratio": (_at_least_zero, "a float >= 0"),
     "row_lr_ratio": (_at_least_zero, "a float >= 0"),
     "block_grid": (_grid, "None, a number of row blocks, or a pair (row blocks, column blocks)"),

@@ -19,6 +19,7 @@ Span = tuple[int, int]
 """First index and count."""
 
 INTERLEAVED = "interleaved"
+SPLIT_FORMS = "(k,) for equal chunks, rows of two parts or more as (64, 64, 32), or ('interleaved', k)"
 
 
 class Region(NamedTuple):

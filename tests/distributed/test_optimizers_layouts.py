@@ -207,6 +207,102 @@ def case_blocks_are_the_same_for_any_layout_of_a_grid():
             train(BlockMuon, [(24, 24)], mesh_of(n), [Shard(1)], block_grid=(1, 5))
 
 
+ZOO = [
+    (kind, rows) for kind in ("gaussian", "rank 1", "ill", "zero", "1e20", "1e-25") for rows in (1, 2, 7, 18, 63, 64)
+]
+
+
+def zoo_gradient(i, step, shape):
+    kind, rows = ZOO[i]
+    g = values(100 * step + i, (rows, 24))
+    if kind == "rank 1":
+        return g[:, :1] * g[:1]
+    if kind == "ill":
+        return g * torch.logspace(0, -6, 24)
+    return g * {"gaussian": 1.0, "zero": 0.0, "1e20": 1e20, "1e-25": 1e-25}[kind]
+
+
+def case_the_matrix_zoo_is_exact_with_owners_and_close_with_gathering():
+    mesh, shapes = mesh_of(dist.get_world_size()), [(rows, 24) for _, rows in ZOO]
+    for cls in (Muon, PeriodicRowMuon):
+        for options in ({}, FP32):
+            alone, _ = train(cls, shapes, zoo=zoo_gradient, **options)
+            shared, _ = train(cls, shapes, mesh, [Shard(0)], zoo=zoo_gradient, **options)
+            assert largest_difference(alone, shared) == 0 and all(w.isfinite().all() for w in alone), cls
+        gathered, _ = train(cls, shapes, mesh, [Shard(0)], zoo=zoo_gradient, exchange="gather", **FP32)
+        assert close(gathered, alone, 1e-6)
+
+
+def case_gathering_on_every_layout():
+    alone, _ = train(Muon, SHAPES, **FP32)
+    for mesh, placements in meshes():
+        shared, optimizer = train(Muon, SHAPES, mesh, placements, exchange="gather", bucket_bytes=400, **FP32)
+        assert close(shared, alone, 1e-6), placements
+        with census() as seen:
+            optimizer.step()
+        assert seen.calls.keys() == {"_allgather_base_"} and seen.bytes_sent == optimizer.wire_bytes, seen.calls
+
+
+SPLIT_SHAPES = [(24, 6), (20, 6), (12, 6), (3, 8, 6)]
+SPLITS = ((3,), (9, 9, 2), ("interleaved", 2), (2,))
+
+
+def apart(full, split):
+    """The logical matrices of a parameter, written independently of the package."""
+    if full.ndim == 3:
+        return [part for matrix in full for part in apart(matrix, split)]
+    if split[0] == "interleaved":
+        return [full[i :: split[1]].contiguous() for i in range(split[1])]
+    return list(full.split(full.shape[0] // split[0] if len(split) == 1 else split))
+
+
+def train_apart(cls, steps=4, **options):
+    starts = [p for i, s in enumerate(SPLIT_SHAPES) for p in apart(values(i, s), SPLITS[i])]
+    params = [nn.Parameter(p.clone()) for p in starts]
+    optimizer = cls(params, lr=0.02, **options)
+    for step in range(steps):
+        grads = [g for i, s in enumerate(SPLIT_SHAPES) for g in apart(values(1000 * (step + 1) + i, s), SPLITS[i])]
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+def case_logical_matrices_are_as_parameters_of_their_own():
+    for options in ({"exchange": "owner"}, {"exchange": "gather"}, {"adjust_lr_fn": "original"}):
+        for cls in (Muon, PeriodicRowMuon):
+            alone = train_apart(cls, **options, **FP32)
+            for mesh, placements in [(None, None), *meshes()]:
+                shared, _ = train(cls, SPLIT_SHAPES, mesh, placements, splits=SPLITS, **options, **FP32)
+                parts = [part for i, w in enumerate(shared) for part in apart(w, SPLITS[i])]
+                exact = cls is Muon or Shard(1) not in (placements or ())
+                assert largest_difference(parts, alone) == 0 if exact else close(parts, alone, 1e-6), placements
+
+
+def case_logical_matrices_inside_shards_cost_nothing():
+    n = dist.get_world_size()
+    shape, splits = (24, 6), ((12,),)
+    for cls in (Muon, BlockMuon):
+        alone, _ = train(cls, [shape], splits=splits, **FP32)
+        with census() as seen:
+            shared, _ = train(cls, [shape], mesh_of(n), [Shard(0)], splits=splits, **FP32)
+        sent = {name for name in seen.calls if "alltoall" in name}
+        assert n == 8 or (not sent and largest_difference(alone, shared) == 0)
+
+
+def case_staggered_matrices_keep_their_steps_on_any_number_of_ranks():
+    mesh, shapes = mesh_of(dist.get_world_size()), [(16, 8)] * 6
+    alone, _ = train(PeriodicRowMuon, shapes, stagger=True, steps=6)
+    shared, optimizer = train(PeriodicRowMuon, shapes, mesh, [Shard(0)], stagger=True, steps=6)
+    assert largest_difference(alone, shared) == 0
+    sent = []
+    for _ in range(3):
+        optimizer.step()
+        sent.append(sum(max(map(sum, zip(*[job.bucket.traffic[0]], strict=True))) for job in optimizer._travelled))
+    assert sent[0] == sent[1] == sent[2] > 0
+    assert sorted(job.offset for job in optimizer._jobs) == [0, 1, 2]
+
+
 CASES = [case for name, case in sorted(globals().items()) if name.startswith("case_")]
 
 
