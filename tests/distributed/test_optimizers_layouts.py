@@ -103,33 +103,32 @@ def case_every_rank_knows_what_every_rank_holds():
 
 
 def case_fsdp_over_tensor_parallelism_is_assembled_like_full_tensor():
+    """Two-dimensional on 4 ranks, and hybrid besides on 8."""
     if dist.get_world_size() not in (4, 8):
         return
-    mesh = mesh_of(2, dist.get_world_size() // 2)
-    dp, tp = mesh.mesh_dim_names
-    for rows in (8, 12, 9):
-        full = torch.arange(rows * 8.0).view(rows, 8)
-        for style in (ColwiseParallel(), RowwiseParallel()):
-            if rows == 9 and isinstance(style, ColwiseParallel):
-                continue  # torch itself asks for even shards there
-            net = nn.Sequential(nn.Linear(8, rows, bias=False))
-            with torch.no_grad():
-                net[0].weight.copy_(full)
-            parallelize_module(net, mesh[tp], {"0": style})
-            fully_shard(net, mesh=mesh[dp])
-            weight = net[0].weight
-            assert weight.device_mesh.ndim == 2
-            pieces_match(weight, full)
-            assert weight.full_tensor().detach().numpy().tobytes() == full.numpy().tobytes()
-            alone = nn.Parameter(full.clone())
-            for w in (alone, weight):
-                optimizer = Muon([w], lr=0.1)
-                w.grad = place(values(5, full.shape), getattr(w, "device_mesh", None), getattr(w, "placements", None))
-                if w is weight:
-                    w.grad = torch.zeros_like(w)
-                    copy_full(values(5, full.shape), w.grad)
-                optimizer.step()
-            assert torch.equal(weight.full_tensor(), alone)
+    mesh = mesh_of(2, 2) if dist.get_world_size() == 4 else mesh_of(2, 2, 2)
+    *data, tensor = mesh.mesh_dim_names
+    for rows, style in (
+        (8, ColwiseParallel()),
+        (12, ColwiseParallel()),
+        (8, RowwiseParallel()),
+        (9, RowwiseParallel()),
+    ):
+        full, gradient = torch.arange(rows * 8.0).view(rows, 8), values(5, (rows, 8))
+        net = nn.Sequential(nn.Linear(8, rows, bias=False))
+        with torch.no_grad():
+            net[0].weight.copy_(full)
+        parallelize_module(net, mesh[tensor], {"0": style})
+        fully_shard(net, mesh=mesh[data[0]] if len(data) == 1 else mesh[tuple(data)])
+        weight, alone = net[0].weight, nn.Parameter(full.clone())
+        assert weight.device_mesh.ndim == mesh.ndim
+        pieces_match(weight, full)
+        assert weight.full_tensor().detach().numpy().tobytes() == full.numpy().tobytes()
+        alone.grad, weight.grad = gradient, torch.zeros_like(weight)
+        copy_full(gradient, weight.grad)
+        Muon([alone], lr=0.1).step()
+        Muon([weight], lr=0.1).step()
+        assert torch.equal(weight.full_tensor(), alone)
 
 
 def copy_full(full, target):
@@ -298,7 +297,7 @@ def case_staggered_matrices_keep_their_steps_on_any_number_of_ranks():
     sent = []
     for _ in range(3):
         optimizer.step()
-        sent.append(sum(max(map(sum, zip(*[job.bucket.traffic[0]], strict=True))) for job in optimizer._travelled))
+        sent.append(sum(sum(job.bucket.bytes_sent) for job in optimizer._travelled))
     assert sent[0] == sent[1] == sent[2] > 0
     assert sorted(job.offset for job in optimizer._jobs) == [0, 1, 2]
 
@@ -313,4 +312,4 @@ def everything():
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_every_layout_on_gloo_ranks(ranks):
-    run(everything, ranks)
+    run(everything, ranks, timeout=300)
