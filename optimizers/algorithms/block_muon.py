@@ -49,7 +49,7 @@ class BlockMuon(Driver):
         eps: added to the Frobenius norm, relative to the largest entry.
         adjust_lr_fn: a(m, n): ``original`` √max(1, m/n), ``match_rms_adamw`` 0.2·√max(m, n),
             ``spectral_unclamped`` √(m/n).
-        block_grid: R row blocks or (R, C) blocks a matrix, cut as ``torch.chunk`` does, the same for any number of
+        block_grid: R row blocks or (R, C) blocks a logical matrix, cut as ``torch.chunk`` does, for any number of
             ranks; shards may not cut through a block. None: the local shard is the block.
         momentum_form: ``ema`` or ``heavy_ball``.
         ns_dtype: of the iterations; None is fp64 for fp64 weights, else bf16 where the device is natively fast at

@@ -7,7 +7,7 @@ Khaled, Ozkara, Yu, Hong, Park: arXiv 2510.16981.
 
     M ← μ·M + G                           engine/momentum.py   (ema: M ← μ·M + (1−μ)·G)
     U ← G + μ·M                           Nesterov, else U = M
-    if (t − phase) mod P = 0:             engine/schedule.py
+    if (t − phase − o) mod P = 0:         engine/schedule.py; o = 0, or the matrix's own offset if staggered
         O ← NewtonSchulz(U)               the whole matrix, gathered by sharding/exchange.py
         W ← (1 − η·λ)·W − η·a(m, n)·O
     else, for every block b of this rank: engine/directions.py, block; no communication
@@ -71,7 +71,7 @@ class MuonBP(Driver):
         stagger: whether matrices refresh in different steps of a period, dealt so that every step costs the same: step
             t refreshes those whose offset o, from shapes and their order alone, gives (t − phase − o) mod period = 0.
         block_lr_ratio: factor on block steps.
-        block_grid: R row blocks or (R, C) blocks a matrix, cut as ``torch.chunk`` does, the same for any number of
+        block_grid: R row blocks or (R, C) blocks a logical matrix, cut as ``torch.chunk`` does, for any number of
             ranks; shards may not cut through a block. None: the local shard is the block.
         momentum_form: ``ema`` or ``heavy_ball``.
         ns_dtype: of the iterations; None is fp64 for fp64 weights, else bf16 where the device is natively fast at

@@ -8,10 +8,11 @@ row step are choices made here.
 
     M ← μ·M + (1−μ)·G                     engine/momentum.py   (heavy_ball: M ← μ·M + G)
     U ← (1−μ)·G + μ·M                     Nesterov, else U = M
-    if (t − phase) mod K = 0:             engine/schedule.py
+    if (t − phase − o) mod K = 0:         engine/schedule.py; o = 0, or the matrix's own offset if staggered
         O ← NewtonSchulz(U)               the whole matrix, gathered by sharding/exchange.py
         W ← (1 − η·λ)·W − η·a(m, n)·O
-    else:                                 engine/directions.py, row; no communication: a shard holds whole rows
+    else:                                 engine/directions.py, row; silent where a shard holds whole rows, else
+                                          engine/across.py: one all-reduce of all rows' ‖U_i‖₂²
         R_i ← U_i / ‖U_i‖₂                for every row i, that is every output neuron; a zero row stays zero
         W ← (1 − η·λ)·W − η·row_lr_ratio·a(m, n)·√(min(m, n)/m)·R
 

@@ -32,7 +32,7 @@ from .update import apply
 
 
 class Driver(torch.optim.Optimizer):
-    """Updates plain tensors, replicas and DTensors sharded by FSDP2; several algorithms may share one driver.
+    """Updates plain tensors, replicas and DTensors of any layout; several algorithms may share one driver.
 
     A gradient that is None counts as zero, on every step and for every algorithm, so that a rank without a gradient
     neither hangs the others nor updates its state differently; ``p.grad`` is never written. Parameters with
