@@ -126,8 +126,10 @@ class MuonConfig:
     """Precision of Newton–Schulz; auto: bf16 where the device multiplies it natively."""
     wire_dtype: Literal["fp32", "bf16"] = "bf16"
     """Precision of a refresh on the wire."""
-    bucket_mib: float = 64.0
-    """Largest bucket of matrices exchanged at once, in MiB on the wire."""
+    exchange: Literal["owner", "gather"] = "owner"
+    """Refreshes by all-to-all to one owner a matrix, or (as published) by all-gather, every rank orthogonalising."""
+    bucket_mib: float | None = None
+    """Largest bucket of one rank's shards that travels at once, in MiB; null: 64 at most and at least 4 buckets."""
     adamw: AuxiliaryAdamW = field(default_factory=AuxiliaryAdamW)
 
 
@@ -152,6 +154,8 @@ class MuonBPConfig(BlockMuonConfig):
     """P: a full step every P-th."""
     phase: int = 0
     """Step t (completed steps before it) is full when (t − phase) mod period = 0."""
+    stagger: bool = False
+    """Deal the matrices over the period by cost, so that every step refreshes some and costs the same."""
     block_lr_ratio: float = 1.0
     """Multiplies block steps, on top of RMS matching."""
 
@@ -166,6 +170,8 @@ class PeriodicRowMuonConfig(MuonConfig):
     """K: a full refresh every K-th step."""
     phase: int = 0
     """Step t (completed steps before it) refreshes when (t − phase) mod period = 0."""
+    stagger: bool = False
+    """Deal the matrices over the period by cost, so that every step refreshes some and costs the same."""
     row_lr_ratio: float = 1.0
     """Multiplies row steps, whose RMS otherwise equals that of a refresh."""
 

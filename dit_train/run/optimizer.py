@@ -30,5 +30,6 @@ def build(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
     adamw = {key: value for key, value in dataclasses.asdict(settings.pop("adamw")).items() if value is not None}
     settings["ns_dtype"] = _DTYPES[settings["ns_dtype"]]
     settings["wire_dtype"] = _DTYPES[settings["wire_dtype"]]
-    settings["bucket_bytes"] = int(settings.pop("bucket_mib") * 2**20)
+    bucket = settings.pop("bucket_mib")
+    settings["bucket_bytes"] = "auto" if bucket is None else int(bucket * 2**20)
     return _CLASSES[name](optimizers.param_groups(model, adamw_options=adamw), **settings)

@@ -16,6 +16,8 @@ from torch import Tensor
 from .exchange import assemble, cut, held
 from .plan import GatherBucket
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.14
+
 
 @dataclass
 class Gathering:
@@ -34,7 +36,7 @@ def depart(bucket: GatherBucket, shards: Sequence[Tensor], rank: int, group: dis
     sent = torch.zeros(bucket.padded, dtype=bucket.dtype, device=shards[0].device)
     received = torch.empty(bucket.ranks * bucket.padded, dtype=bucket.dtype, device=shards[0].device)
     torch._foreach_copy_(held(bucket.cargo, rank, sent), list(shards))
-    work = dist.all_gather_into_tensor(received, sent, group=group, async_op=True)
+    work = _all_gather(received, sent, group=group, async_op=True)
     return Gathering(bucket, rank, sent, received, work, [])
 
 
