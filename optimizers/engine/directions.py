@@ -91,10 +91,10 @@ def row(
     A row lies wholly on one rank under Shard(0). If columns are divided over ranks, ``sums`` are the whole rows' sums
     of squares, as ``row_sums`` of all of them together.
     """
-    ratio, step = options.get("row_lr_ratio", 1.0), Step()
+    step = Step()
     for i, (weight, u, layout) in enumerate(zip(weights, inputs, layouts, strict=True)):
         direction = unit_rows(u) if sums is None else divide_rows(u, sums[i])
-        factors = [ratio * row_scale(options["adjust_lr_fn"], *matrix.shape) for matrix, _, _ in layout.here]
+        factors = row_factors(layout, options)
         if len(set(factors)) <= 1:  # by far the usual case: no need to take the tensor apart
             step.weights.append(weight)
             step.directions.append(direction)
@@ -104,6 +104,12 @@ def row(
             step.directions += layout.views(direction)
             step.factors += factors
     return step
+
+
+def row_factors(layout: Layout, options: Mapping[str, Any]) -> list[float]:
+    """The factor of the row step of every matrix of which this rank holds anything."""
+    ratio, adjust = options.get("row_lr_ratio", 1.0), options["adjust_lr_fn"]
+    return [ratio * row_scale(adjust, *matrix.shape) for matrix, _, _ in layout.here]
 
 
 def row_sums(u: Tensor) -> Tensor:

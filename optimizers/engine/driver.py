@@ -25,6 +25,7 @@ from .gradients import local_gradients
 from .jobs import Job, describe, divide, label
 from .momentum import look_ahead, update_momentum
 from .options import check_options, find_algorithm, plain
+from .rows import row_step
 from .scaling import spectral_scale
 from .stored_state import check_stored, complete, unwrap_tensors, wrap_tensors
 from .task import Task
@@ -253,6 +254,11 @@ class Driver(torch.optim.Optimizer):
             state = {key: self._states(task, key) for key in task.algorithm.state}
             task.algorithm.elementwise(task.weights, state, task.dense_gradients(), task.group)
             return
+        if task.algorithm.whole_rows and not task.refresh:
+            buffers = self._states(task, "momentum_buffer")
+            advance = partial(self._advance, task.group)
+            row_step(task.weights, buffers, task.dense_gradients(), task.job.layouts, task.group, advance)
+            return
         direction = spectral if task.refresh else task.algorithm.between
         apply(direction(task.weights, self._inputs(task), task.job.layouts, task.group), task.group)
 
@@ -271,10 +277,12 @@ class Driver(torch.optim.Optimizer):
         apply(Step(task.weights, task.route.land(trip), factors), task.group)
 
     def _inputs(self, task: Task) -> list[Tensor]:
-        group, buffers = task.group, self._states(task, "momentum_buffer")
-        return update_momentum(
-            buffers, task.dense_gradients(), group["momentum"], group["nesterov"], group["momentum_form"]
-        )
+        return self._advance(task.group, self._states(task, "momentum_buffer"), task.dense_gradients())
+
+    def _advance(
+        self, group: dict[str, Any], buffers: list[Tensor], gradients: list[Tensor], out: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        return update_momentum(buffers, gradients, group["momentum"], group["nesterov"], group["momentum_form"], out)
 
     def _look_ahead(self, task: Task) -> list[Tensor]:
         group, buffers = task.group, self._states(task, "momentum_buffer")

@@ -18,11 +18,16 @@ MOMENTUM_FORMS: tuple[str, ...] = get_args(MomentumForm)
 
 
 def update_momentum(
-    buffers: list[Tensor], grads: list[Tensor], mu: float, nesterov: bool, form: MomentumForm
+    buffers: list[Tensor],
+    grads: list[Tensor],
+    mu: float,
+    nesterov: bool,
+    form: MomentumForm,
+    out: list[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Update the buffers in place and return U, one tensor a buffer, in the dtype of the buffers.
+    """Update the buffers in place and return U, one tensor a buffer: ``out`` if given, else in the buffers' dtype.
 
-    Without Nesterov the buffers themselves are returned: whoever receives U must not write to it.
+    Without Nesterov and ``out`` the buffers themselves are returned: whoever receives U must not write to it.
     """
     if not buffers:
         return []
@@ -32,13 +37,28 @@ def update_momentum(
     else:
         torch._foreach_mul_(buffers, mu)
         torch._foreach_add_(buffers, converted)
-    return look_ahead(buffers, converted, mu, nesterov, form)
+    return look_ahead(buffers, converted, mu, nesterov, form, out)
 
 
 def look_ahead(
-    buffers: list[Tensor], grads: list[Tensor], mu: float, nesterov: bool, form: MomentumForm
+    buffers: list[Tensor],
+    grads: list[Tensor],
+    mu: float,
+    nesterov: bool,
+    form: MomentumForm,
+    out: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """U from buffers that have been updated by these gradients already."""
+    if out is not None:
+        if nesterov and form == "ema" and len(out) == 1 and out[0].dtype == buffers[0].dtype == grads[0].dtype:
+            torch.lerp(grads[0], buffers[0], mu, out=out[0])
+            return out
+        torch._foreach_copy_(out, grads if nesterov else buffers)
+        if nesterov and form == "ema":
+            torch._foreach_lerp_(out, buffers, mu)
+        elif nesterov:
+            torch._foreach_add_(out, buffers, alpha=mu)
+        return out
     if not nesterov or not buffers:
         return buffers
     grads = _as_buffers(buffers, grads)

@@ -25,12 +25,33 @@ def apply(step: Step, group: Mapping[str, Any]) -> None:
         _apply(step, group)
 
 
-def _apply(step: Step, group: Mapping[str, Any]) -> None:
+def decay_and_add(weights: list[Tensor], steps: list[Tensor], group: Mapping[str, Any]) -> None:
+    """W_i ← (1 − η·λ)·W_i + step_i in place, 16-bit weights in a wider temporary as in ``apply``."""
+    if weights[0].dtype.itemsize < 4:
+        wide = [w.float() for w in weights]
+        decay_and_add(wide, steps, group)
+        torch._foreach_copy_(weights, wide)
+        return
     lr, decay = group["lr"], group["weight_decay"]
+    if isinstance(lr, Tensor) or weights[0].device.type != "cpu" or weights[0].dtype != steps[0].dtype:
+        _decay(weights, group)
+        torch._foreach_add_(weights, steps)
+        return
+    for weight, step in zip(weights, steps, strict=True):  # once over memory instead of twice
+        torch.add(step, weight, alpha=1 - lr * decay, out=weight)
+
+
+def _decay(weights: list[Tensor], group: Mapping[str, Any]) -> None:
+    lr, decay = group["lr"], group["weight_decay"]
+    if decay != 0:
+        torch._foreach_mul_(weights, 1 - (lr.to(weights[0].device) if isinstance(lr, Tensor) else lr) * decay)
+
+
+def _apply(step: Step, group: Mapping[str, Any]) -> None:
+    _decay(step.weights, group)
+    lr = group["lr"]
     if isinstance(lr, Tensor):
         lr = lr.to(step.weights[0].device)
-    if decay != 0:
-        torch._foreach_mul_(step.weights, 1 - lr * decay)
     by_factor: dict[float, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for weight, direction, factor in zip(step.weights, step.directions, step.factors, strict=True):
         by_factor[factor][0].append(weight)
