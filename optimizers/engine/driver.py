@@ -19,11 +19,11 @@ from ..sharding.report import Plan
 from .across import row_steps_across
 from .algorithm import ALGORITHMS, Algorithm
 from .costs import plan_of
-from .directions import Step, orthogonalise_whole, spectral
+from .directions import Step, orthogonalise_whole, spectral, wire_dtype
 from .foreign import from_torch
 from .gradients import local_gradients
 from .jobs import Job, describe, divide, label
-from .momentum import look_ahead, update_momentum
+from .momentum import advance_in, look_ahead, update_momentum
 from .options import check_options, find_algorithm, plain
 from .rows import row_step
 from .scaling import spectral_scale
@@ -255,9 +255,8 @@ class Driver(torch.optim.Optimizer):
             task.algorithm.elementwise(task.weights, state, task.dense_gradients(), task.group)
             return
         if task.algorithm.whole_rows and not task.refresh:
-            buffers = self._states(task, "momentum_buffer")
-            advance = partial(self._advance, task.group)
-            row_step(task.weights, buffers, task.dense_gradients(), task.job.layouts, task.group, advance)
+            states = (task.weights, self._states(task, "momentum_buffer"), task.dense_gradients())
+            row_step(*states, task.job.layouts, task.group, partial(self._advance, task.group))
             return
         direction = spectral if task.refresh else task.algorithm.between
         apply(direction(task.weights, self._inputs(task), task.job.layouts, task.group), task.group)
@@ -277,7 +276,12 @@ class Driver(torch.optim.Optimizer):
         apply(Step(task.weights, task.route.land(trip), factors), task.group)
 
     def _inputs(self, task: Task) -> list[Tensor]:
-        return self._advance(task.group, self._states(task, "momentum_buffer"), task.dense_gradients())
+        """U of a task, in the dtype in which it travels, or would, if that is all it is needed for."""
+        buffers, gradients = self._states(task, "momentum_buffer"), task.dense_gradients()
+        wire = wire_dtype(task.group, task.weights[0].dtype) if task.refresh else buffers[0].dtype
+        if all(wire.itemsize >= m.dtype.itemsize for m in buffers):
+            return self._advance(task.group, buffers, gradients)
+        return advance_in(wire, buffers, gradients, partial(self._advance, task.group))
 
     def _advance(
         self, group: dict[str, Any], buffers: list[Tensor], gradients: list[Tensor], out: list[Tensor] | None = None

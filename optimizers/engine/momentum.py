@@ -8,10 +8,13 @@ From M = 0 the two differ by the constant factor 1−μ, which every normaliser 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from .scratch import Scratch, as_rows, slices
 
 MomentumForm = Literal["ema", "heavy_ball"]
 MOMENTUM_FORMS: tuple[str, ...] = get_args(MomentumForm)
@@ -65,6 +68,28 @@ def look_ahead(
     if form == "ema":
         return list(torch._foreach_lerp(grads, buffers, mu))
     return list(torch._foreach_add(grads, buffers, alpha=mu))
+
+
+def advance_in(
+    dtype: torch.dtype,
+    buffers: list[Tensor],
+    grads: list[Tensor],
+    advance: Callable[[list[Tensor], list[Tensor], list[Tensor]], object],
+) -> list[Tensor]:
+    """U in another, narrower dtype, formed slice by slice: it never exists in the wider dtype of the buffers.
+
+    ``advance`` (buffers, gradients, out) updates the buffers and forms U in ``out``.
+    """
+    inputs = [torch.empty(m.shape, dtype=dtype, device=m.device) for m in buffers]
+    scratch = Scratch(buffers[0].device)
+    for members in zip(buffers, grads, inputs, strict=True):
+        for rows in as_rows(*members):
+            n, wide = rows[0].shape[-1], rows[0].dtype
+            for counts, (m, g, narrow) in slices([rows], scratch.rows(n, wide)):
+                u = scratch.take(sum(counts), n, wide)
+                advance(m, g, [u])
+                narrow[0].copy_(u)
+    return inputs
 
 
 def _as_buffers(buffers: list[Tensor], grads: list[Tensor]) -> list[Tensor]:

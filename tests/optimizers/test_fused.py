@@ -1,4 +1,4 @@
-"""The row step in slices against the plain formula, whatever the slices."""
+"""The cheap parts of a step, done in slices, against their plain formulas, whatever the slices."""
 
 import math
 
@@ -8,6 +8,7 @@ from torch import nn
 
 from optimizers import PeriodicRowMuon
 from optimizers.engine import scratch
+from optimizers.engine.momentum import advance_in, update_momentum
 
 SHAPES = [(5, 7), (64, 33), (1, 40), (3, 4, 7), (2, 3, 3, 2), (300, 33)]
 
@@ -101,3 +102,22 @@ def test_a_missing_gradient_counts_as_zero():
             params[1].grad = None if missing and step == 1 else params[1].grad * (step != 1)
             optimizer.step()
     assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_inputs_of_a_refresh_exist_in_the_wire_dtype_alone(nesterov, monkeypatch):
+    """The fp32 form of U was twice what travels; rounding it slice by slice changes no bit."""
+    buffers, gradients = ([p.detach() for p in parameters(seed)[:4]] for seed in (1, 2))
+    expected_buffers = [m.clone() for m in buffers]
+    expected = update_momentum(expected_buffers, gradients, 0.95, nesterov, "ema")
+    held = []
+
+    def advance(m, g, out):
+        held.append(sum(u.nbytes for u in out))
+        update_momentum(m, g, 0.95, nesterov, "ema", out)
+
+    monkeypatch.setattr(scratch, "CACHE_BYTES", 1000)
+    found = advance_in(torch.bfloat16, buffers, gradients, advance)
+    assert max(held) <= 1000 and {u.dtype for u in found} == {torch.bfloat16}
+    assert all(map(torch.equal, found, [u.bfloat16() for u in expected]))
+    assert all(map(torch.equal, buffers, expected_buffers))
