@@ -168,9 +168,18 @@ class Driver(torch.optim.Optimizer):
             except Exception as problem:
                 error = problem
         agree(error, lines, process_groups(_tensors(self.param_groups) if tensors is None else tensors))
-        for group, device in dict.fromkeys((job.team.open(), job.device) for job in jobs if job.bucket):
+        for group, device in dict.fromkeys(self._meetings(jobs)):
             warm_up(group, device)
         self._jobs, self._built_for = jobs, self._present()
+
+    def _meetings(self, jobs: Iterable[Job]) -> Iterator[tuple[Any, torch.device]]:
+        """Process groups that any step will communicate in, and on which device."""
+        for job in jobs:
+            if job.bucket:
+                yield job.team.open(), job.device
+            if job.layouts and ALGORITHMS[self.param_groups[job.group]["algorithm"]].whole_rows:
+                for group in job.layouts[0].column_groups:
+                    yield group, job.device
 
     def _present(self) -> list[tuple[Any, ...]]:
         """Which tensors there are, where and of what dtype, and which are trained."""
