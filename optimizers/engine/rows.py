@@ -4,7 +4,6 @@ Done with lists of whole tensors, a row step allocates and walks several tempora
 slices of rows go all the way from momentum to weight while they are in the cache; U exists for one slice at a time:
 
     M ← as in momentum.py                 S ← U                            formed in the scratch
-    S_i ← S_i / max|S_i|                  where squares would overflow or vanish
     W ← (1 − η·λ)·W                       W_i ← W_i − (η·factor / ‖S_i‖₂)·S_i
 
 No row knows of another, so the result does not depend on how they are cut into slices or over ranks.
@@ -19,14 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..orthogonal.newton_schulz import largest_entry
 from ..sharding.layout import Layout
 from .directions import row_factors
 from .scratch import Scratch, as_rows, slices
 from .update import decay_and_add
-
-ORDINARY = (1e-15, 1e18)
-"""Norms between which no sum of squares overflows in fp32, and none loses a digit to squares that vanish."""
 
 Advance = Callable[[list[Tensor], list[Tensor], list[Tensor]], object]
 """(buffers, gradients, out): update the buffers and form U in ``out``."""
@@ -74,23 +69,9 @@ def _members(
 def _to_steps(u: Tensor, lr: float | Tensor, factor: float) -> None:
     """Turn rows of U into −η·factor·R in place; a zero row stays zero.
 
-    Multiplying by the reciprocal is half the price of dividing.
+    The sums of squares are fp64, in whose range the squares of every fp32 number lie: neither 1e20 nor 1e-25 needs
+    scaling first. Multiplying by the reciprocal is half the price of dividing.
     """
-    norms = _norms_after_scaling(u)
+    norms = torch.linalg.vector_norm(u, dim=-1, keepdim=True, dtype=torch.float64)
     step = norms.clamp_min_(torch.finfo(u.dtype).tiny).reciprocal_()
-    u.mul_(step.mul_(-factor * (lr.to(u.device) if isinstance(lr, Tensor) else lr)))
-
-
-def _norms_after_scaling(u: Tensor) -> Tensor:
-    """2-norms [rows, 1] of U, after rows whose squares are out of range have been divided by their largest entry.
-
-    Ordinary rows are left as they are, bit by bit, whatever their neighbours in the slice. On a CPU, where looking is
-    free, a slice of ordinary rows alone is done after one pass instead of four; elsewhere looking would synchronise.
-    """
-    norms = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
-    ordinary = (norms > ORDINARY[0]).logical_and_(norms < ORDINARY[1])
-    if u.device.type == "cpu" and ordinary.all().tolist():
-        return norms
-    inverse = largest_entry(u, -1).clamp_min_(torch.finfo(u.dtype).tiny).reciprocal_()
-    u.mul_(inverse.masked_fill_(ordinary, 1.0))
-    return torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+    u.mul_(step.mul_(-factor * (lr.to(u.device) if isinstance(lr, Tensor) else lr)).to(u.dtype))

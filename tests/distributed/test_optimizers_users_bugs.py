@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from optimizers import AdamW, BlockMuon, Muon, MuonBP, PeriodicRowMuon, census
 from optimizers.engine import directions
 from optimizers.orthogonal.newton_schulz import orthogonalize_all
-from optimizers.sharding import exchange, gather
+from optimizers.sharding import gather
 from tests.distributed.ranks import run, run_case
 from tests.optimizers.test_orthogonal_limits import peak_bytes
 from tests.optimizers.test_users_bugs import NoReadBack, NoScalars
@@ -162,18 +162,18 @@ class Late:
 
 def case_buffers_live_until_their_collective_is_complete():
     shapes = [(24, 8)] * 6 + [(10, 6)] * 3
-    for module, name in ((exchange, "all_to_all_single"), (gather, "all_gather_into_tensor")):
-        options = {"exchange": module.__name__.rsplit(".", 1)[1].replace("exchange", "owner"), "bucket_bytes": 300}
+    for form, module, name in (("owner", dist, "all_to_all_single"), ("gather", gather, "_all_gather")):
+        options = {"exchange": form, "bucket_bytes": 300}
         for in_flight in (1, 2, 3):
             usual, _ = train(Muon, shapes, Shard(0), max_in_flight=in_flight, **options)
-            collective = getattr(dist, name)
+            collective = getattr(module, name)
 
             def late(*args, collective=collective, **kwargs):
                 return Late(collective, *args, **kwargs) if kwargs.get("async_op") else collective(*args, **kwargs)
 
             Late.started = 0
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(dist, name, late)
+                patch.setattr(module, name, late)
                 delayed, _ = train(Muon, shapes, Shard(0), max_in_flight=in_flight, **options)
             assert Late.started >= 4 and largest_difference(usual, delayed) == 0
 
