@@ -71,7 +71,7 @@ def _start(config: Config, ranks: int, words: list[str], launching: bool, stop: 
     plan = preflight.check(config, ranks)
     if plan.finished:
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"{config.run.folder}  done: {config.train.steps} steps", flush=True)
+            print(f"{config.run.folder}  done: {plan.resume.state.step} steps", flush=True)
             folder.record(config.run.folder, exits.DONE, "done")
         return exits.DONE
     if launching:

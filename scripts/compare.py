@@ -24,7 +24,7 @@ from dit_train.run import metrics
 
 _ALIKE = (
     "metric protocol n_gen n_ref extractor weights_sha256 resize reference_sha256 sampler guidance sample_seed labels "
-    "weights compute_dtype ranks"
+    "weights compute_dtype"
 ).split()
 """Fields of a score that must agree before two may stand in one table."""
 _SECTIONS = ("model", "data", "objective", "schedule", "train")
@@ -95,8 +95,10 @@ def check_alike(runs: Sequence[Finished]) -> None:
         if first.losses[-1]["heldout_count"] != run.losses[-1]["heldout_count"]:
             raise Incomparable(f"{first.folder} and {run.folder} took the held-out loss on different numbers of images")
         for section in _SECTIONS:
-            if {**first.config[section], "path": None} != {**run.config[section], "path": None}:
-                raise Incomparable(f"{first.folder} and {run.folder} differ in section '{section}' of config.yaml")
+            for key, ours in first.config[section].items():
+                theirs = run.config[section].get(key)
+                if ours != theirs and key != "path":
+                    raise Incomparable(f"{first.folder} has {section}.{key} {ours!r} but {run.folder} has {theirs!r}")
 
 
 def table(runs: Sequence[Finished], *, costs: bool = True) -> str:
@@ -161,7 +163,7 @@ def draw_curves(runs: Sequence[Finished], path: Path) -> None:
         steps.plot([row["step"] for row in run.scores], scores, "o-", label=run.name)
         seconds.plot([row["train_seconds"] for row in run.scores], scores, "o-", label=run.name)
         losses = [math.nan if row["heldout_loss"] is None else row["heldout_loss"] for row in run.losses]
-        loss.plot([row["step"] for row in run.losses], losses, "-", label=run.name)
+        loss.plot([row["step"] for row in run.losses], losses, ".-", label=run.name)
     metric, floor = runs[0].scores[-1]["metric"], runs[0].scores[-1]["floor"]
     for axes, text in ((steps, "step"), (seconds, "training seconds")):
         axes.axhline(floor, color="grey", linestyle=":", label="floor: real images")
@@ -207,7 +209,10 @@ def main() -> int:
     except OSError as error:
         print(f"compare: --out {arguments.out}: {error.strerror}; name a folder", file=sys.stderr)
         return 2
-    text = table(runs)
+    ranks = {run.scores[-1].get("ranks") for run in runs}
+    text = table(runs, costs=len(ranks) == 1)
+    if len(ranks) > 1:
+        text += "\n\nTimes and bytes are left out: the runs ended on different numbers of ranks."
     (arguments.out / "comparison.md").write_text(text + "\n")
     draw_curves(runs, arguments.out / "comparison.png")
     draw_samples(runs, arguments.out / "samples.png")

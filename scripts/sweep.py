@@ -11,19 +11,20 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import compare
 
-from dit_train import overlays
+from dit_train import exits, overlays
 from dit_train.config import Config, ConfigError
 from dit_train.run import metrics
 from dit_train.run.tracking import clock
@@ -39,6 +40,13 @@ class Sweep:
     jobs: int
     factor: float
     start: float | None
+    started: list[subprocess.Popen] = field(default_factory=list)
+
+    def stop(self) -> None:
+        """Ask every run to save and stop."""
+        for started in self.started:
+            if started.poll() is None:
+                started.terminate()
 
     def folder(self, optimizer: str, lr: float) -> Path:
         """Where a run lives."""
@@ -52,9 +60,18 @@ class Sweep:
         command = [sys.executable, "-m", "dit_train", "launch", "--ranks", str(self.ranks), *self.base, optimizer]
         command += overrides
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        ) as started:
+            self.started.append(started)
+            errors = started.stderr.read()
+        if started.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with {started.returncode}: {errors.strip()[-500:]}")
         losses = [row for row in metrics.read(folder / "scores.jsonl") if row["kind"] == "held-out"]
         loss = losses[-1]["heldout_loss"]
         return loss if loss is not None else math.inf
@@ -86,6 +103,9 @@ def sweep_all(sweep: Sweep, optimizers: Sequence[str]) -> dict[str, dict[float, 
         def measure(optimizer: str, lr: float) -> float:
             if failed.is_set():
                 raise RuntimeError("another run failed")
+            print(
+                f"{Path(optimizer).stem}  lr {lr:.4g}  starts or goes on in {sweep.folder(optimizer, lr)}", flush=True
+            )
             try:
                 loss = sweep.run(optimizer, lr)
             except BaseException:
@@ -99,7 +119,12 @@ def sweep_all(sweep: Sweep, optimizers: Sequence[str]) -> dict[str, dict[float, 
             first = sweep.start or overlays.read([*sweep.base, optimizer]).optimizer.lr
             return grow(lambda lrs: list(slots.map(partial(measure, optimizer), lrs)), first, sweep.factor)
 
-        return dict(zip(optimizers, growers.map(one, optimizers), strict=True))
+        try:
+            return dict(zip(optimizers, growers.map(one, optimizers), strict=True))
+        except BaseException:
+            failed.set()
+            sweep.stop()
+            raise
 
 
 def _check_measured(sweep: Sweep, optimizers: Sequence[str]) -> None:
@@ -135,6 +160,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.factor <= 1 or arguments.ranks < 1 or arguments.jobs < 1 or (arguments.start or 1) <= 0:
         parser.error("--factor must be above 1, --ranks and --jobs at least 1, --start above 0")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sweep = Sweep(arguments.base, arguments.out, arguments.ranks, arguments.jobs, arguments.factor, arguments.start)
     try:
         _check_measured(sweep, arguments.optimizer)
@@ -142,6 +168,9 @@ def main() -> int:
     except (ConfigError, RuntimeError) as error:
         print(f"sweep: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("sweep: stopped; the same command goes on", file=sys.stderr)
+        return exits.STOPPED
     best = {name: min(found, key=found.__getitem__) for name, found in losses.items()}
     runs = [compare.read(sweep.folder(name, lr)) for name, lr in best.items()]
     # times and bytes are left out: the runs shared the cores

@@ -73,7 +73,13 @@ def test_another_batch_or_seed_is_refused(tmp_path):
     config["train"]["seed"] = 5
     (runs[1] / "config.yaml").write_text(yaml.safe_dump(config))
     shown = compare(*runs, "--out", tmp_path / "out")
-    assert shown.returncode == 2 and "section 'train'" in shown.stderr
+    assert shown.returncode == 2 and "train.seed 0 but" in shown.stderr
+
+
+def test_runs_on_different_numbers_of_ranks_share_scores_but_no_times(tmp_path):
+    runs = [write_run(tmp_path / "a", "adamw", [3.0], ranks=1), write_run(tmp_path / "b", "muon", [2.0], ranks=2)]
+    shown = compare(*runs, "--out", tmp_path / "out")
+    assert shown.returncode == 0 and "different numbers of ranks" in shown.stdout and "step ms" not in shown.stdout
 
 
 @pytest.mark.parametrize("missing", ["config.yaml", "scores.jsonl"])

@@ -92,6 +92,10 @@ class Scorer:
         real = _draw(data.heldout, self._count, "score-heldout")
         self._reference = Reference.of(data.heldout.images(real), self._extractor, self._batch, f"{data.name} held out")
         self._labels = data.heldout.labels(real)
+        if self._count <= self._extractor.num_features:
+            run.reporter.say(
+                f"{self._count} images in {self._extractor.num_features} features: compare scores with the floor only"
+            )
         self._floor = self._floor_of(data)
 
     def score(self, stop: StopRequest) -> dict[str, Any]:
@@ -104,7 +108,8 @@ class Scorer:
         images = sampling.Sampler(
             run.config, run.data, run.model, run.world.device, lambda indices: self._labels[indices]
         )
-        countdown = run.reporter.countdown(f"sampling {self._count} images")
+        run.reporter.say(f"sampling and scoring {self._count} images")
+        countdown = run.reporter.countdown("sampling")
 
         def progress(done: int, total: int) -> None:
             countdown(done, total)

@@ -38,6 +38,8 @@ def train(plan: Plan, stop: StopRequest) -> int:
             return exits.of_rank(code)
     except ConfigError as error:
         return _leave(plan.config.run.folder, error)
+    except BrokenPipeError:
+        raise  # whoever reads our output is gone; the folder is sound
     except OSError as error:  # no space, a disk that is gone, …
         return _leave(plan.config.run.folder, ConfigError(f"run.folder: {error}; mend it and run the same command"))
     except RuntimeError:

@@ -77,6 +77,8 @@ def prepare(plan: Plan, world: World) -> Run:
     reporter.say(f"DiT of {parameters:,} parameters on {world.size} x {world.device.type}, {dtype_note}")
     reporter.say(f"data {data.name}: {len(data.train):,} images to train on, {len(data.heldout):,} held out")
     reporter.say("optimizer\n" + optimizers.routing_table(steps))
+    if config.schedule.warmup_steps >= config.train.steps:
+        reporter.say(f"the warm-up of {config.schedule.warmup_steps} steps does not end within train.steps")
     if plan.resume:
         reporter.say(f"going on after step {state.step} from {plan.resume.folder}")
         for line in changed:
