@@ -132,6 +132,16 @@ def save(
     return final
 
 
+def mark_evaluated(checkpoint: Checkpoint) -> None:
+    """Note, in a checkpoint of a run that was stopped, that what was due at its step has been done by now."""
+    path = checkpoint.folder / _STATE
+    state = json.loads(path.read_text())
+    state["run"]["evaluated"] = True
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps(state, indent=1))
+    beside.replace(path)
+
+
 def load(checkpoint: Checkpoint, model: nn.Module, ema: EMA, optimizer: Optimizer) -> None:
     """Fill model, EMA and optimizer in place; the number of ranks may differ from the one that saved."""
     import torch.distributed.checkpoint as dcp

@@ -75,6 +75,8 @@ def _train(run: Run, stop: StopRequest) -> bool:
         state.evaluated = evaluation.after_step()
         if not state.evaluated:
             return False
+        if run.world.is_main and run.plan.resume:
+            checkpoint.mark_evaluated(run.plan.resume)
     try:
         while state.step < steps:
             start = time.perf_counter()

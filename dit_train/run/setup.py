@@ -72,7 +72,7 @@ def prepare(plan: Plan, world: World) -> Run:
     if world.is_main:
         _write_config(config, dtype_note, world)
     dist.barrier()
-    reporter = Reporter(config, state.step, enabled=world.is_main)
+    reporter = Reporter(config, state.step, evaluated=state.evaluated, enabled=world.is_main)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     reporter.say(f"DiT of {parameters:,} parameters on {world.size} x {world.device.type}, {dtype_note}")
     reporter.say(f"data {data.name}: {len(data.train):,} images to train on, {len(data.heldout):,} held out")

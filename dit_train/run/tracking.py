@@ -90,14 +90,17 @@ class TensorBoard:
 class Reporter:
     """Everything that the main rank writes about a run; on other ranks it does nothing."""
 
-    def __init__(self, config: Config, first_step: int, *, enabled: bool) -> None:
-        """Open the files for going on after `first_step`: later lines of an earlier start are dropped."""
+    def __init__(self, config: Config, first_step: int, *, evaluated: bool, enabled: bool) -> None:
+        """Open the files for going on after `first_step`: later lines of an earlier start are dropped.
+
+        So are that step's losses and scores if they are not all there (`evaluated`) and will be taken again.
+        """
         self.enabled = enabled
         if not enabled:
             return
         self.folder = Path(config.run.folder)
         self._metrics = JsonLines(self.folder / "metrics.jsonl", keep_through=first_step)
-        self._scores = JsonLines(self.folder / "scores.jsonl", keep_through=first_step)
+        self._scores = JsonLines(self.folder / "scores.jsonl", keep_through=first_step - (not evaluated))
         self._board = TensorBoard(self.folder / "tensorboard", enabled=config.run.tensorboard, purge_after=first_step)
         self._progress = Progress(self.folder.name, first_step, config.train.steps, config.run.log_every)
 

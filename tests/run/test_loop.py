@@ -158,8 +158,19 @@ def test_a_stop_in_the_middle_of_a_score_saves_and_leaves_the_score_to_the_next_
     monkeypatch.setattr(sampling.Sampler, "__call__", sampler)
     assert loop.train(plan(tmp_path, *arguments), StopRequest()) == 0
     kinds = [(row["step"], row["kind"]) for row in rows(tmp_path, "scores.jsonl")]
-    assert kinds.count((2, "score")) == kinds.count((4, "score")) == 1
+    assert kinds == [(step, kind) for step in (2, 4) for kind in ("held-out", "score")]
     assert [row["step"] for row in rows(tmp_path, "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_last_evaluation_that_was_made_up_for_is_not_made_again(tmp_path, world):
+    assert loop.train(plan(tmp_path), StopRequest()) == 0
+    state = tmp_path / "run" / "checkpoints" / "step_0000004" / "state.json"
+    state.write_text(state.read_text().replace('"evaluated": true', '"evaluated": false'))
+    assert not plan(tmp_path).finished
+    before = rows(tmp_path, "scores.jsonl")
+    assert loop.train(plan(tmp_path), StopRequest()) == 0
+    assert plan(tmp_path).finished
+    assert [row["step"] for row in rows(tmp_path, "scores.jsonl")] == [row["step"] for row in before]
 
 
 def test_a_disk_that_is_full_is_one_line_and_keeps_the_checkpoint_before(tmp_path, world, monkeypatch, capsys):
