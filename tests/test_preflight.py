@@ -1,6 +1,8 @@
 """What is refused before a rank starts, and that a refusal changes nothing on disk."""
 
+import fcntl
 import json
+from threading import Timer
 
 import pytest
 import torch
@@ -121,7 +123,21 @@ def test_a_run_folder_in_use_is_refused(tmp_path):
     write_checkpoint(tmp_path)
     with folder.locked(tmp_path / "run"):
         assert "another run is using" in refusal(tmp_path)
+        with pytest.raises(ConfigError, match="another run is using"), folder.locked(tmp_path / "run"):
+            pass
     assert plan(tmp_path).resume is not None
+
+
+def test_ranks_that_look_at_the_folder_at_once_do_not_take_each_other_for_a_run(tmp_path):
+    write_checkpoint(tmp_path)
+    with folder.locked(tmp_path / "run"):
+        pass
+    with (tmp_path / "run" / "lock").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # a rank that is looking
+        assert plan(tmp_path).resume is not None
+        Timer(0.1, file.close).start()
+        with folder.locked(tmp_path / "run"):  # and is done a moment later
+            pass
 
 
 def test_metrics_without_their_checkpoints_are_not_dropped(tmp_path):

@@ -10,15 +10,18 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from dit_train.config import ConfigError
 
 HEADER = "# dit-train: "
 _FILES = ("config.yaml", "metrics.jsonl", "scores.jsonl", "exit.json", "lock")
 _FOLDERS = ("checkpoints", "samples", "tensorboard")
+_SECONDS_A_LOOK_MAY_LAST = 1.0  # of a process that only asks whether the folder is in use
 
 
 def check(run: str) -> None:
@@ -43,8 +46,9 @@ def check(run: str) -> None:
             if os.path.lexists(folder / name) and not fits(folder / name):
                 raise ConfigError(f"run.folder: {folder / name} is not {kind}; move it away")
     if (folder / "lock").exists():
-        with locked(run):
-            pass
+        with (folder / "lock").open("rb") as file:
+            if not _took(file, fcntl.LOCK_SH):  # shared: every rank looks, and looks must not meet each other
+                raise _in_use(run)
 
 
 @contextmanager
@@ -55,13 +59,27 @@ def locked(run: str | Path) -> Iterator[None]:
         ConfigError: another run holds it.
     """
     with (Path(run) / "lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"run.folder: another run is using {run}; wait for it, or name another folder") from None
-        except OSError:
-            pass  # a file system without locks
+        deadline = time.monotonic() + _SECONDS_A_LOOK_MAY_LAST
+        while not _took(file, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise _in_use(run)
+            time.sleep(0.02)
         yield
+
+
+def _took(file: IO, kind: int) -> bool:
+    """Lock an open file without waiting; true as well on a file system without locks."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _in_use(run: str | Path) -> ConfigError:
+    return ConfigError(f"run.folder: another run is using {run}; wait for it, or name another folder")
 
 
 def record(run: str | Path, code: int, message: str) -> None:
