@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ..engine.algorithm import MATRIX_OPTIONS, MAX_IN_FLIGHT, Algorithm, register
 from ..engine.directions import block
@@ -61,6 +62,7 @@ class BlockMuon(Driver):
         bucket_bytes: how much of one rank's shards travels or is updated at a time; ``auto`` is at most 64 MiB, and
             less to have four buckets on their way.
         max_in_flight: buckets in flight on a refresh.
+        process_group: accepted as by the other classes, for groups of another algorithm; blocks are never dealt.
 
     Raises:
         ValueError: for options out of range, parameters of fewer than two dimensions, unsupported placements,
@@ -86,6 +88,7 @@ class BlockMuon(Driver):
         exchange: Exchange = "owner",
         bucket_bytes: BucketBytes = "auto",
         max_in_flight: int = MAX_IN_FLIGHT,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         options = {
             "lr": lr,
@@ -102,4 +105,4 @@ class BlockMuon(Driver):
             "exchange": exchange,
             "block_grid": block_grid,
         }
-        super().__init__(params, BLOCK_MUON, options, bucket_bytes, max_in_flight)
+        super().__init__(params, BLOCK_MUON, options, bucket_bytes, max_in_flight, process_group)

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ..engine.algorithm import MATRIX_OPTIONS, MAX_IN_FLIGHT, Algorithm, register
 from ..engine.directions import block
@@ -83,6 +84,9 @@ class MuonBP(Driver):
         bucket_bytes: how much of one rank's shards travels or is updated at a time; ``auto`` is at most 64 MiB, and
             less to have four buckets on their way.
         max_in_flight: buckets in flight on a refresh.
+        process_group: ranks that each hold the same plain (not DTensor) parameters and gradients, as under DDP: they
+            deal the matrices of a refresh among them instead of all doing the same work. None: each works alone.
+            All of them have to pass it. DTensors bring their own.
 
     Raises:
         ValueError: for options out of range, parameters of fewer than two dimensions, unsupported placements,
@@ -112,6 +116,7 @@ class MuonBP(Driver):
         exchange: Exchange = "owner",
         bucket_bytes: BucketBytes = "auto",
         max_in_flight: int = MAX_IN_FLIGHT,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         options = {
             "lr": lr,
@@ -132,4 +137,4 @@ class MuonBP(Driver):
             "block_lr_ratio": block_lr_ratio,
             "block_grid": block_grid,
         }
-        super().__init__(params, MUON_BP, options, bucket_bytes, max_in_flight)
+        super().__init__(params, MUON_BP, options, bucket_bytes, max_in_flight, process_group)

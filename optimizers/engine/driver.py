@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..sharding.agreement import agree, process_groups
@@ -16,6 +17,7 @@ from ..sharding.exchange import pipeline, warm_up
 from ..sharding.layout import local
 from ..sharding.plan import BucketBytes
 from ..sharding.report import Plan
+from ..sharding.team import Team, team_of
 from .across import row_steps_across
 from .algorithm import ALGORITHMS, Algorithm
 from .costs import plan_of
@@ -23,6 +25,7 @@ from .directions import Step, orthogonalise_whole, spectral, wire_dtype
 from .foreign import from_torch
 from .gradients import local_gradients
 from .jobs import Job, describe, divide, label
+from .members import listed, tensors_of
 from .momentum import advance_in, look_ahead, update_momentum
 from .options import check_options, find_algorithm, plain
 from .rows import row_step
@@ -47,10 +50,12 @@ class Driver(torch.optim.Optimizer):
         options: of ``algorithm``, complete.
         bucket_bytes: how much of one rank's shards travels or is updated at a time.
         max_in_flight: buckets in flight on a refresh.
+        process_group: of ranks that each hold the same plain tensors and gradients, and deal their matrices to owners.
 
     Raises:
-        ValueError: for bad options, parameters that are no matrices, placements that are not supported, and if ranks
-            disagree about the parameter groups. An error of one rank is raised on all that share its meshes.
+        ValueError: for bad options, parameters that are no matrices, placements that are not supported, a
+            process_group without this rank, and if ranks disagree about the parameter groups. An error of one rank is
+            raised on all that share its meshes or its process_group.
     """
 
     def __init__(
@@ -60,16 +65,20 @@ class Driver(torch.optim.Optimizer):
         options: dict[str, Any],
         bucket_bytes: BucketBytes,
         max_in_flight: int,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._options = {"algorithm": algorithm.name, **options}
         self._bucket_bytes, self._max_in_flight = bucket_bytes, max_in_flight
+        self._holders: Team | None = None
         self._travelled: list[Job] = []
         self._reduced_bytes = 0
         self._jobs: list[Job] | None = None
         self._building = True
-        params = _listed(params)
+        params = listed(params)
         error = None
         try:
+            if process_group is not None:  # first: whatever else is wrong is told to its ranks
+                self._holders = team_of(process_group)
             for name, value in (("bucket_bytes", bucket_bytes), ("max_in_flight", max_in_flight)):
                 auto = name == "bucket_bytes" and value == "auto"
                 if not auto and (not isinstance(value, int) or value < 1):
@@ -78,7 +87,7 @@ class Driver(torch.optim.Optimizer):
             super().__init__(params, {key: plain(value) for key, value in options.items()})
         except Exception as problem:
             error = problem
-        self._build(error, _tensors(params))
+        self._build(error, tensors_of(params))
         self._building = False
 
     @property
@@ -113,8 +122,8 @@ class Driver(torch.optim.Optimizer):
             self._add_group(param_group)
             return
         before, error = len(self.param_groups), None
-        (param_group,) = _listed([param_group])
-        tensors = [*_tensors(self.param_groups), *_tensors(param_group)]
+        (param_group,) = listed([param_group])
+        tensors = [*tensors_of(self.param_groups), *tensors_of(param_group)]
         try:
             self._add_group(param_group)
         except Exception as problem:
@@ -163,11 +172,12 @@ class Driver(torch.optim.Optimizer):
         lines: list[str] = []
         if error is None:
             try:
-                jobs = divide(self.param_groups, self._bucket_bytes)
+                jobs = divide(self.param_groups, self._bucket_bytes, self._holders)
                 lines = describe(self.param_groups, self._bucket_bytes, self._max_in_flight)
             except Exception as problem:
                 error = problem
-        agree(error, lines, process_groups(_tensors(self.param_groups) if tensors is None else tensors))
+        tensors = tensors_of(self.param_groups) if tensors is None else tensors
+        agree(error, lines, process_groups(tensors, self._holders))
         for group, device in dict.fromkeys(self._meetings(jobs)):
             warm_up(group, device)
         self._jobs, self._built_for = jobs, self._present()
@@ -215,7 +225,7 @@ class Driver(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter. Communicates only for cut matrices of groups whose refresh it is.
+        """One update of every parameter. Communicates for matrices that ranks share, in groups whose refresh it is.
 
         Raises:
             ValueError: for sparse gradients, or gradients placed differently from their parameter; nothing has been
@@ -341,7 +351,7 @@ class Driver(torch.optim.Optimizer):
             state_dict = {"state": wrap_tensors(state_dict["state"]), "param_groups": saved}
         except Exception as problem:
             error = problem
-        agree(error, lines, process_groups(_tensors(self.param_groups)))
+        agree(error, lines, process_groups(tensors_of(self.param_groups), self._holders))
         return state_dict
 
     def _merged(self, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -375,7 +385,7 @@ class Driver(torch.optim.Optimizer):
         return groups
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_options", "_bucket_bytes", "_max_in_flight")
+        own = ("_options", "_bucket_bytes", "_max_in_flight", "_holders")
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -385,25 +395,3 @@ class Driver(torch.optim.Optimizer):
         self._travelled: list[Job] = []
         self._reduced_bytes = 0
         self._jobs = None
-
-
-def _listed(params: Any) -> Any:
-    """Parameters or groups with every iterator made a list, since they are read twice."""
-    if isinstance(params, Tensor):
-        return params  # torch has an error for it
-    params = list(params)
-    return [
-        {**p, "params": list(p["params"])} if isinstance(p, dict) and isinstance(p.get("params"), Iterator) else p
-        for p in params
-    ]
-
-
-def _tensors(params: Any) -> Iterator[Tensor]:
-    """Every tensor among parameters, (name, parameter) pairs and groups."""
-    if isinstance(params, Tensor):
-        yield params
-    elif isinstance(params, dict):
-        yield from _tensors(params.get("params"))
-    elif isinstance(params, (list, tuple)):
-        for p in params:
-            yield from _tensors(p)

@@ -47,7 +47,7 @@ class Job:
 
     @property
     def team(self) -> Team | None:
-        """The ranks that its matrices are cut over."""
+        """The ranks that its matrices are divided over."""
         return self.layouts[0].team if self.layouts else None
 
     def select(self, shards: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -65,8 +65,8 @@ def label(where: str, group: Mapping[str, Any], i: int) -> str:
     return f"{where}, parameter {name} of shape {tuple(p.shape)}{placed}"
 
 
-def divide(groups: Sequence[Mapping[str, Any]], bucket_bytes: BucketBytes) -> list[Job]:
-    """The jobs of all trainable parameters.
+def divide(groups: Sequence[Mapping[str, Any]], bucket_bytes: BucketBytes, holders: Team | None = None) -> list[Job]:
+    """The jobs of all trainable parameters; ``holders`` each have a copy of the plain ones.
 
     Raises:
         ValueError: for layouts that are not supported, of frozen parameters as well.
@@ -74,7 +74,7 @@ def divide(groups: Sequence[Mapping[str, Any]], bucket_bytes: BucketBytes) -> li
     loads: dict[Any, list[_Load]] = defaultdict(list)
     jobs: list[Job] = []
     for number, group in enumerate(groups):
-        for kind, members in _by_kind(number, group).items():
+        for kind, members in _by_kind(number, group, holders).items():
             if kind.team is None:
                 jobs += _local_jobs(number, members, bucket_bytes, kind.offset)
                 continue
@@ -140,7 +140,7 @@ def _iterations(group: Mapping[str, Any]) -> str:
     return ", ".join(f"{kind} iterates in {dtype}" for kind, dtype in chosen.items())
 
 
-def _by_kind(number: int, group: Mapping[str, Any]) -> dict[_Kind, list[Member]]:
+def _by_kind(number: int, group: Mapping[str, Any], holders: Team | None) -> dict[_Kind, list[Member]]:
     """Trainable parameters by kind, those that travel taken apart into their matrices."""
     algorithm = ALGORITHMS[group["algorithm"]]
     kinds: dict[_Kind, list[Member]] = defaultdict(list)
@@ -152,7 +152,7 @@ def _by_kind(number: int, group: Mapping[str, Any]) -> dict[_Kind, list[Member]]
         return kinds
     _check_splits(group, f"group {number}")
     layouts = [
-        layout_of(p, name, _split(group, i), group["exchange"] == "gather")
+        layout_of(p, name, _split(group, i), group["exchange"] == "gather", holders)
         for i, (p, name) in enumerate(zip(group["params"], names, strict=True))
     ]
     offsets = [0] * len(layouts)
@@ -163,7 +163,7 @@ def _by_kind(number: int, group: Mapping[str, Any]) -> dict[_Kind, list[Member]]
         check_grid(group.get("block_grid"), layout, name)
         if not p.requires_grad:
             continue
-        travels = layout.is_cut and algorithm.can_refresh
+        travels = layout.is_shared and algorithm.can_refresh
         kind = _Kind(
             layout.team if travels else None, layout.replicas if travels else (), layout.column_groups,
             p.dtype, p.device, offset,

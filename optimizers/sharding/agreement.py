@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .team import Team
+
 
 def agree(error: Exception | None, lines: Sequence[str], groups: Iterable[dist.ProcessGroup]) -> None:
     """Return if no rank has an error and all describe their plan by the same lines. Collective.
@@ -41,13 +43,13 @@ def agree(error: Exception | None, lines: Sequence[str], groups: Iterable[dist.P
         raise ValueError(bad_news)
 
 
-def process_groups(tensors: Iterable[Tensor]) -> list[dist.ProcessGroup]:
-    """The groups over which any of the tensors is distributed, in the order of the tensors."""
+def process_groups(tensors: Iterable[Tensor], holders: Team | None = None) -> list[dist.ProcessGroup]:
+    """The groups over which the tensors are distributed, in their order, and that of the ``holders`` of plain ones."""
     found: dict[dist.ProcessGroup, None] = {}
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             found |= dict.fromkeys(tensor.device_mesh.get_all_groups())
-    return list(found)
+    return list(found if holders is None else found | {holders.open(): None})
 
 
 def _news(error: Exception) -> str:

@@ -21,14 +21,17 @@ Home = TypeVar("Home")
 
 @dataclass
 class Trip:
-    """One bucket on its way. Both buffers live until the collective that uses them is complete."""
+    """One bucket on its way. Both buffers live until the collective that uses them is complete.
+
+    ``work`` is None on the way out if the owners hold their matrices whole: ``received`` is ``sent`` then.
+    """
 
     bucket: Bucket
     rank: int
     group: dist.ProcessGroup
     sent: Tensor
     received: Tensor
-    work: dist.Work
+    work: dist.Work | None
 
 
 def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -47,18 +50,21 @@ def depart(bucket: Bucket, shards: Sequence[Tensor], rank: int, group: dist.Proc
     to_owner = list(bucket.traffic[rank])
     from_rank = [row[rank] for row in bucket.traffic]
     sent = torch.empty(sum(to_owner), dtype=bucket.dtype, device=shards[0].device)
-    received = torch.empty(sum(from_rank), dtype=bucket.dtype, device=shards[0].device)
     places = bucket.outgoing(rank)
     if places:
         targets = held([bucket.cargo[i] for i in places], rank, sent)
         torch._foreach_copy_(targets, [shards[i] for i in places])
+    if not bucket.departs:
+        return Trip(bucket, rank, group, sent, sent, None)
+    received = torch.empty(sum(from_rank), dtype=bucket.dtype, device=shards[0].device)
     work = dist.all_to_all_single(received, sent, from_rank, to_owner, group=group, async_op=True)
     return Trip(bucket, rank, group, sent, received, work)
 
 
 def turn(trip: Trip, orthogonalise: Callable[[list[Tensor]], list[Tensor]]) -> Trip:
     """Wait for the shards of the matrices that this rank owns, orthogonalise them and send the rows back."""
-    trip.work.wait()
+    if trip.work is not None:
+        trip.work.wait()
     bucket, rank = trip.bucket, trip.rank
     owned = bucket.owned(rank)
     senders = [src for src in range(bucket.ranks) if bucket.sends(src, rank)]
@@ -67,9 +73,10 @@ def turn(trip: Trip, orthogonalise: Callable[[list[Tensor]], list[Tensor]]) -> T
     to_rank = [row[rank] for row in bucket.home]
     from_owner = list(bucket.home[rank])
     # Home they travel in each other's buffer, if the sizes are the same: they are unless there are replicas.
+    free = [trip.sent] if trip.sent is trip.received else [trip.received, trip.sent]
     received, sent = (
-        old if old.numel() == sum(sizes) else old.new_empty(sum(sizes))
-        for old, sizes in ((trip.sent, from_owner), (trip.received, to_rank))
+        free.pop() if free and free[-1].numel() == sum(sizes) else trip.sent.new_empty(sum(sizes))
+        for sizes in (from_owner, to_rank)
     )
     everyone = range(bucket.ranks)
     targets = [part for parts in _inbound(owned, everyone, sent) for part in parts]
@@ -92,7 +99,10 @@ def cut(matrix: Tensor, share: Rect) -> Tensor:
 
 
 def assemble(cargo: Cargo, ranks: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
-    """The whole matrix [m, n] from the shares of ranks that hold it once between them."""
+    """The whole matrix [m, n] from the shares of ranks that hold it once between them; a view if it is one's share."""
+    for part in parts:
+        if part.shape == cargo.shape:
+            return part
     if all(cargo.shares[rank].columns == cargo.shape[1] for rank in ranks):
         pairs = sorted(zip(ranks, parts, strict=True), key=lambda pair: cargo.shares[pair[0]].row)
         return torch.cat([part for _, part in pairs])

@@ -37,13 +37,16 @@ class Layout:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(m, n) of the first matrix, which is the only one if it is cut."""
+        """(m, n) of the first matrix, which is the only one if it travels."""
         return self.matrices[0].shape
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether ranks meet on a refresh: to see whole matrices, or so that replicas need not all do the same work."""
+        return self.is_cut or len(set(self.replicas)) > 1
+
     def each(self) -> list[Layout]:
-        """Layouts of the single matrices if they are cut, since each may travel in another bucket; else this one."""
-        if not self.is_cut or len(self.matrices) == 1:
-            return [self]
+        """Layouts of the single matrices, since each may travel in another bucket."""
         return [replace(self, matrices=(matrix,), alone=True) for matrix in self.matrices]
 
     @cached_property
@@ -83,13 +86,20 @@ def chunk_rows(m: int, ranks: int) -> tuple[int, ...]:
     return tuple(_chunk((0, m), ranks, rank)[1] for rank in range(ranks))
 
 
-def layout_of(param: Tensor, label: str, split: MatrixSplit | None = None, within_replica: bool = False) -> Layout:
+def layout_of(
+    param: Tensor,
+    label: str,
+    split: MatrixSplit | None = None,
+    within_replica: bool = False,
+    holders: Team | None = None,
+) -> Layout:
     """The layout of a parameter of a matrix algorithm; ``label`` names it in errors.
 
     Args:
         param: plain, or a DTensor whose placements are Replicate, Shard or _StridedShard (FSDP2 over TP).
         split: which logical matrices its rows are.
-        within_replica: leave the other replicas of a hybrid mesh out of the team.
+        within_replica: leave other replicas out of the team.
+        holders: ranks that each hold the same values if ``param`` is plain; None: it stands alone.
 
     Raises:
         ValueError: for 0-D and 1-D parameters, other placements, shards that are no boxes, and splits that do not fit.
@@ -107,8 +117,12 @@ def layout_of(param: Tensor, label: str, split: MatrixSplit | None = None, withi
         )
     box = tuple(param.shape) if param.ndim == 3 else (1, param.shape[0], math.prod(param.shape[1:]))
     found = matrices(box, split, label)
-    if not isinstance(param, DTensor) or not _cutting(param):
-        return Layout(found, (Region(*((0, size) for size in box)),))
+    if not isinstance(param, DTensor):
+        whole = Region(*((0, size) for size in box))
+        if holders is None or within_replica:
+            return Layout(found, (whole,))
+        ranks = range(len(holders.ranks))
+        return Layout(found, (whole,) * len(ranks), tuple(ranks), holders.ranks.index(dist.get_rank()), holders)
     mesh = param.device_mesh
     try:
         held = regions_of(tuple(param.shape), tuple(param.placements), tuple(mesh.shape))
@@ -127,7 +141,7 @@ def layout_of(param: Tensor, label: str, split: MatrixSplit | None = None, withi
     column_axes = [i for i in _cutting(param) if param.placements[i].dim == column_dim]
     return Layout(
         found, regions, replicas, team.ranks.index(dist.get_rank()), team,
-        is_cut=_is_cut(found, regions, param.ndim == 3 or split is not None),
+        is_cut=bool(_cutting(param)) and _is_cut(found, regions, param.ndim == 3 or split is not None),
         column_groups=tuple(mesh.get_group(i) for i in column_axes),
     )  # fmt: skip
 

@@ -3,17 +3,18 @@
 A matrix cut over N ranks travels to one owner, is orthogonalised there once, and its rows travel back. Rank r sends
 its rows of every matrix to the owner and gets the same number of elements back, so a balanced refresh of E elements
 sends 2·b·E·(N−1)/N² bytes a rank (b bytes an element). With R replicas of N shards, all R·N ranks are owners; a matrix
-comes from the replica of its owner and goes home to all of them.
+comes from the replica of its owner and goes home to all of them. One that ranks hold whole is owned by one of those, so
+that it travels home only, to the other replicas: b·E·(R−1)/R bytes from a rank that holds E elements.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add, itemgetter
 from typing import Literal, get_args
 
 import torch
@@ -54,7 +55,18 @@ class Cargo:
 
     def elements(self, rank: int) -> int:
         """Elements of the matrix that a rank holds."""
-        return self.shares[rank].rows * self.shares[rank].columns
+        return self.sizes[rank]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """``elements`` of every rank."""
+        return tuple(share.rows * share.columns for share in self.shares)
+
+    @cached_property
+    def owners(self) -> Sequence[int]:
+        """Ranks that may own it: those that hold it whole, else all."""
+        whole = math.prod(self.shape)
+        return [rank for rank, size in enumerate(self.sizes) if size == whole] or range(len(self.sizes))
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,11 @@ class Bucket:
             for rank in range(self.ranks):
                 table[rank][owner] += cargo.elements(rank)
         return tuple(map(tuple, table))
+
+    @cached_property
+    def departs(self) -> bool:
+        """Whether anything travels to owners: not if each holds its matrices whole."""
+        return any(size for src, row in enumerate(self.traffic) for owner, size in enumerate(row) if src != owner)
 
     def sends(self, src: int, owner: int) -> bool:
         """Whether an owner gets its matrices from src: from the ranks of its own replica."""
@@ -142,7 +159,10 @@ AnyBucket = Bucket | GatherBucket
 
 @dataclass
 class Planner:
-    """Deals matrices of one team to owners, largest first to the least loaded, and packs them into buckets."""
+    """Deals matrices of one team to owners, largest first to the least loaded, and packs them into buckets.
+
+    Those that few ranks may own go before the others, which then level the loads.
+    """
 
     ranks: int
     bucket_bytes: BucketBytes
@@ -155,7 +175,8 @@ class Planner:
     def plan(self, cargo: Sequence[Cargo], dtype: torch.dtype) -> list[AnyBucket]:
         """Buckets of at most ``bucket_bytes`` of one rank's shards, but at least one matrix.
 
-        Matrices are ordered by their work, so equal shapes meet in a bucket and each bucket by itself is balanced.
+        Matrices are ordered by their work, so equal shapes meet in a bucket, and by when their owners come to them, so
+        each bucket by itself is balanced.
         """
         return self.plan_all([(cargo, dtype)])[0]
 
@@ -163,36 +184,37 @@ class Planner:
         """Buckets for each list, which share none; owners are dealt over all of them at once."""
         limit = self._limit(loads)
         everything = [(item, number) for number, (cargo, _) in enumerate(loads) for item in cargo]
-        everything.sort(key=lambda pair: (-pair[0].flops, pair[1], pair[0].index))
-        idle = [(0, rank) for rank in range(self.ranks)]
-        dealt: list[list[tuple[int, Cargo]]] = [[] for _ in loads]
+        everything.sort(key=lambda pair: (len(pair[0].owners), -pair[0].flops, pair[1], pair[0].index))
+        busy = [0] * self.ranks
+        dealt: list[list[tuple[int, int, Cargo]]] = [[] for _ in loads]
         for item, number in everything:
-            load, owner = heapq.heappop(idle)
-            heapq.heappush(idle, (load + item.flops, owner))
-            dealt[number].append((owner, item))
-        return [self._pack(part, dtype, limit) for part, (_, dtype) in zip(dealt, loads, strict=True)]
+            owner = min(item.owners, key=busy.__getitem__)
+            dealt[number].append((busy[owner], owner, item))
+            busy[owner] += item.flops
+        for part in dealt:
+            part.sort(key=itemgetter(0))
+        in_turn = [[(owner, item) for _, owner, item in part] for part in dealt]
+        return [self._pack(part, dtype, limit) for part, (_, dtype) in zip(in_turn, loads, strict=True)]
 
     def _limit(self, loads: Sequence[tuple[Sequence[Cargo], torch.dtype]]) -> int:
         """Auto: 64 MiB at most, and at least four buckets, so that they overlap, unless these would be tiny."""
         if self.bucket_bytes != "auto":
             return self.bucket_bytes
-        total = sum(self._size(item) * dtype.itemsize for cargo, dtype in loads for item in cargo)
+        held = (map(sum, zip(*(item.sizes for item in cargo), strict=True)) for cargo, _ in loads)
+        total = sum(max(sizes, default=0) * dtype.itemsize for sizes, (_, dtype) in zip(held, loads, strict=True))
         return min(BUCKET_BYTES, max(SMALLEST_BUCKET, math.ceil(total / 4)))
-
-    def _size(self, item: Cargo) -> int:
-        return max(map(item.elements, range(self.ranks)))
 
     def _pack(self, dealt: list[tuple[int, Cargo]], dtype: torch.dtype, limit: int) -> list[AnyBucket]:
         buckets: list[AnyBucket] = []
         waiting: list[tuple[int, Cargo]] = []
-        filled = 0
+        filled: Sequence[int] = (0,) * self.ranks
         for owner, item in dealt:
-            size = self._size(item) * dtype.itemsize
-            if waiting and filled + size > limit:
+            with_it = list(map(add, filled, item.sizes))
+            if waiting and max(with_it) * dtype.itemsize > limit:
                 buckets.append(self._close(waiting, dtype))
-                waiting, filled = [], 0
+                waiting, with_it = [], item.sizes
             waiting.append((owner, item))
-            filled += size
+            filled = with_it
         return [*buckets, self._close(waiting, dtype)] if waiting else buckets
 
     def _close(self, dealt: list[tuple[int, Cargo]], dtype: torch.dtype) -> AnyBucket:

@@ -3,6 +3,7 @@
 Every ``case_…`` runs on all ranks of one start.
 """
 
+import copy
 import functools
 import math
 import tempfile
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from optimizers import BlockMuon, Muon, MuonBP, PeriodicRowMuon, census
 from optimizers.sharding.layout import layout_of, local
 from tests.distributed.ranks import run, run_case
+from tests.distributed.test_optimizers_users_bugs import counted
 
 FP32 = {"ns_dtype": torch.float32, "wire_dtype": torch.float32}
 SHAPES = [(10, 6), (8, 8), (24, 5), (2, 7), (1, 9), (6, 1), (10, 6), (5, 3, 2, 2), (3, 4, 6)]
@@ -48,8 +50,10 @@ def meshes():
     yield mesh_of(n), [Shard(1)]
     yield mesh_of(1, n), [Replicate(), Shard(0)]
     yield mesh_of(n, 1), [Shard(1), Shard(0)]
+    yield mesh_of(n), [Replicate()]
     if n % 2 == 0 and n > 2:
         half = mesh_of(2, n // 2)
+        yield half, [Replicate(), Replicate()]
         yield half, [Replicate(), Shard(0)]
         yield half, [Shard(0), Replicate()]
         yield half, [Replicate(), Shard(1)]
@@ -242,7 +246,10 @@ def case_gathering_on_every_layout():
         assert close(shared, alone, 1e-6), placements
         with census() as seen:
             optimizer.step()
-        assert seen.calls.keys() == {"_allgather_base_"} and seen.bytes_sent == optimizer.wire_bytes, seen.calls
+        used = {"_allgather_base_"} if {*placements} - {Replicate()} else set()  # replicas repeat the work by design
+        assert seen.calls.keys() == used and seen.bytes_sent == optimizer.wire_bytes, seen.calls
+    repeated, optimizer = train(Muon, SHAPES, exchange="gather", process_group=dist.group.WORLD, **FP32)
+    assert largest_difference(alone, repeated) == 0 and not any(job.bucket for job in optimizer._jobs)
 
 
 SPLIT_SHAPES = [(24, 6), (20, 6), (12, 6), (3, 8, 6)]
@@ -303,6 +310,173 @@ def case_staggered_matrices_keep_their_steps_on_any_number_of_ranks():
         sent.append(sum(sum(job.bucket.bytes_sent) for job in optimizer._travelled))
     assert sent[0] == sent[1] == sent[2] > 0
     assert sorted(job.offset for job in optimizer._jobs) == [0, 1, 2]
+
+
+# -- whole matrices that several ranks hold -------------------------------------------------------------------------
+
+
+def of_all_ranks(value):
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, value)
+    return told
+
+
+def equal_bits(tensors):
+    """Whether every rank holds the same bits."""
+    return len({b"".join(t.detach().numpy().tobytes() for t in one) for one in of_all_ranks(tensors)}) == 1
+
+
+def case_replicas_of_a_process_group_train_exactly_like_one_process():
+    zoo_shapes = [(rows, 24) for _, rows in ZOO]
+    for cls in (Muon, PeriodicRowMuon):
+        for options in ({}, FP32, {"bucket_bytes": 400, "max_in_flight": 3}, {"nesterov": False, **FP32}):
+            for shapes, more in (
+                (SHAPES, {}), (SPLIT_SHAPES, {"splits": SPLITS}), (zoo_shapes, {"zoo": zoo_gradient})
+            ):  # fmt: skip
+                alone, _ = train(cls, shapes, **more, **options)
+                shared, optimizer = train(cls, shapes, process_group=dist.group.WORLD, **more, **options)
+                assert largest_difference(alone, shared) == 0 and equal_bits(shared), (cls, options)
+                assert all(job.bucket for job in optimizer._jobs)
+    alone, _ = train(MuonBP, [(24, 48)] * 3, stagger=True, period=2, block_grid=(5, 7))
+    shared, _ = train(MuonBP, [(24, 48)] * 3, stagger=True, period=2, block_grid=(5, 7), process_group=dist.group.WORLD)
+    assert largest_difference(alone, shared) == 0
+
+
+def case_replicas_stay_equal_though_their_gradients_differ_in_the_last_bit_or_are_missing():
+    params = [nn.Parameter(values(i, (10, 6))) for i in range(5)]
+    optimizer = Muon(params, process_group=dist.group.WORLD)
+    for step in range(3):
+        for i, p in enumerate(params):
+            p.grad = values(1000 * (step + 1) + i, p.shape) * (1 + dist.get_rank() * 2**-22)
+            if (i, step) == (dist.get_rank(), 1):
+                p.grad = None
+        optimizer.step()
+    assert len({g.numpy().tobytes() for g in of_all_ranks(params[-1].grad)}) > 1 and equal_bits(params)
+
+
+def work_and_traffic(optimizer):
+    """FLOPs and bytes of every rank in one step, as they happen and as the plan has them."""
+    with census() as seen:
+        shapes, _ = counted(optimizer.step)
+    flops = sum(10 * (2 * min(s) ** 2 * max(s) + min(s) ** 3) for s in shapes)
+    work, sent = of_all_ranks(flops), of_all_ranks(seen.bytes_sent)
+    plan = optimizer.plan
+    assert work == [plan.flops("refresh")[rank] for rank in range(len(work))]
+    assert sent == [plan.bytes_sent("refresh")[rank] for rank in range(len(sent))]
+    assert seen.bytes_sent == optimizer.wire_bytes and max(sent) == optimizer.wire_bytes_max
+    return work, sent, seen.calls
+
+
+def case_replicas_share_the_work_and_send_only_what_goes_home():
+    n = dist.get_world_size()
+    flops = 10 * (2 * 8 * 8 * 24 + 8**3)
+    for mesh, placements, options in (
+        (None, None, {"process_group": dist.group.WORLD}), (mesh_of(n), [Replicate()], {})
+    ):  # fmt: skip
+        for count, bucket_bytes in ((3 * n, "auto"), (13, "auto"), (13, 800)):
+            _, optimizer = train(Muon, [(24, 8)] * count, mesh, placements, 1, bucket_bytes=bucket_bytes, **options)
+            work, sent, calls = work_and_traffic(optimizer)
+            buckets = optimizer.plan.buckets
+            assert sum(work) == count * flops and max(work) <= flops * (count / n + 1)
+            assert sum(sent) == 2 * count * 24 * 8 * (n - 1)  # each owner sends each of its matrices to all others
+            assert calls == Counter({"alltoall_base_": len(buckets)})  # one way each
+            assert count % n or set(sent) == {2 * count * 24 * 8 * (n - 1) // n}
+
+
+def case_experts_and_splits_inside_shards_are_dealt_over_replicas():
+    n = dist.get_world_size()
+    if n % 2 or n == 2:
+        return
+    mesh, shards = mesh_of(2, n // 2), n // 2
+    inside = [(3 * shards * 16, 8)] * 2, [(3 * shards,)] * 2  # 3 matrices of 16×8 in every shard
+    for shapes, splits in (([(6 * shards, 16, 8)], None), inside, ([(3 * shards, 16, 8), (16, 8)], None)):
+        alone, _ = train(Muon, shapes, splits=splits)
+        options = {"splits": splits, "bucket_bytes": 3 * 256}  # several buckets, each of which keeps all ranks busy
+        shared, optimizer = train(Muon, shapes, mesh, [Replicate(), Shard(0)], **options)
+        assert largest_difference(alone, shared) == 0
+        work, sent, _ = work_and_traffic(optimizer)
+        count = sum(math.prod(s) for s in shapes) // 128
+        flops = 10 * (2 * 8 * 8 * 16 + 8**3)
+        assert sum(work) == count * flops and max(work) <= flops * (count / n + 1)
+        if (16, 8) not in shapes:  # else one matrix is cut
+            assert set(sent) == {2 * 128 * count // n}  # b·E·(R−1)/R for what a rank holds, E, in R = 2 replicas
+            for placed in optimizer.plan.buckets[:-1]:
+                assert max(placed.bucket.work) <= 2 * flops // 10
+    _, optimizer = train(Muon, [(2 * n, 16, 8)], mesh_of(n), [Shard(0)])  # one replica: where they lie
+    assert not any(job.bucket for job in optimizer._jobs)
+
+
+def case_steps_between_refreshes_of_replicas_are_silent():
+    n = dist.get_world_size()
+    for mesh, placements, options in (
+        (None, None, {"process_group": dist.group.WORLD}), (mesh_of(n), [Replicate()], {})
+    ):  # fmt: skip
+        for cls in (BlockMuon, MuonBP, PeriodicRowMuon):
+            _, optimizer = train(cls, [(24, 8), (3, 8, 6)], mesh, placements, steps=1, **options)
+            with census() as seen:
+                optimizer.step()
+            assert seen.collectives == optimizer.wire_bytes == 0, (cls, placements)
+    vector = nn.Parameter(values(0, (6,)))
+    optimizer = Muon([{"params": [vector], "algorithm": "adamw"}], process_group=dist.group.WORLD)
+    vector.grad = values(1, (6,))
+    with census() as seen:
+        optimizer.step()
+    assert seen.collectives == 0
+
+
+def case_only_plain_tensors_use_the_process_group():
+    n, shapes = dist.get_world_size(), [(24, 8), (10, 6), (24, 8)]
+    halves = [dist.new_group([r for r in range(n) if r % 2 == odd]) for odd in (0, 1)]  # of one rank, if n is small
+    mine = dist.get_rank() % 2
+    mesh = mesh_of(n)
+    mixed = [nn.Parameter(place(values(i, s), mesh if i else None, [Shard(0)])) for i, s in enumerate(shapes)]
+    optimizer = Muon(mixed, lr=0.02, process_group=halves[mine])
+    for step in range(4):
+        for i, p in enumerate(mixed):
+            p.grad = place(values(1000 * (step + 1) + i, p.shape), mesh if i else None, [Shard(0)])
+        optimizer.step()
+    alone, _ = train(Muon, shapes)
+    assert largest_difference(alone, [p.full_tensor() if i else p.detach() for i, p in enumerate(mixed)]) == 0
+    teams = {job.team.ranks for job in optimizer._jobs if job.bucket}
+    together = tuple(range(mine, n, 2))
+    assert teams == ({together, tuple(range(n))} if len(together) > 1 else {tuple(range(n))})
+    with_group, _ = train(Muon, shapes, mesh, [Shard(0)], process_group=dist.group.WORLD)
+    assert largest_difference(alone, with_group) == 0
+    twin = copy.deepcopy(optimizer)
+    for i, p in enumerate(twin.param_groups[0]["params"]):
+        p.grad = place(values(i, p.shape), mesh if i else None, [Shard(0)])
+        mixed[i].grad = p.grad.clone()
+    twin.step(), optimizer.step()
+    assert equal_bits([twin.param_groups[0]["params"][0]]) and torch.equal(twin.param_groups[0]["params"][0], mixed[0])
+    assert twin.wire_bytes == optimizer.wire_bytes
+
+
+def case_a_process_group_without_this_rank_is_refused_and_errors_reach_all_of_it():
+    n, rank = dist.get_world_size(), dist.get_rank()
+    others = dist.new_group(list(range(n - 1)))
+    weight = nn.Parameter(values(0, (8, 6)))
+    if rank == n - 1:
+        with pytest.raises(ValueError, match=f"process_group does not contain rank {rank}; pass it on its own ranks"):
+            Muon([weight], process_group=others)
+    else:
+        Muon([weight], process_group=others)
+    with pytest.raises(ValueError, match=r"process_group is .* but has to be a torch.distributed.ProcessGroup or None"):
+        Muon([weight], process_group=mesh_of(n))
+    odd = rank == 1
+    with pytest.raises(ValueError, match="lr is -1.0" if odd else "rank 1: .*lr is -1.0"):
+        Muon([weight], lr=-1.0 if odd else 1.0, process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="bucket_bytes is 0" if odd else "rank 1: .*bucket_bytes is 0"):
+        Muon([weight], bucket_bytes=0 if odd else 1, process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"entry 1: rank 0 has .*'period': 3.*rank 1 has .*'period': 4"):
+        PeriodicRowMuon([weight], period=4 if odd else 3, process_group=dist.group.WORLD)
+
+
+def case_a_stack_of_one_matrix_travels_as_a_matrix_does():
+    alone, _ = train(Muon, [(1, 24, 8)])
+    for mesh, placements in meshes():
+        for exchange in ("owner", "gather"):
+            shared, _ = train(Muon, [(1, 24, 8)], mesh, placements, exchange=exchange)
+            assert largest_difference(alone, shared) == 0, placements
 
 
 CASES = [case for name, case in sorted(globals().items()) if name.startswith("case_")]

@@ -5,6 +5,7 @@ import torch
 
 from optimizers.sharding.exchange import pipeline
 from optimizers.sharding.layout import chunk_rows
+from optimizers.sharding.matrices import Rect
 from optimizers.sharding.plan import Cargo, Planner
 
 
@@ -46,6 +47,37 @@ def test_work_is_dealt_by_flops_and_not_by_count():
         for item, owner in zip(bucket.cargo, bucket.owners, strict=True):
             loads[owner] += item.flops
     assert max(loads) - min(loads) <= Cargo(0, (16, 16), ()).flops
+
+
+def experts(count, shards, replicas):
+    """A stack divided over shards between its matrices, in each of the replicas."""
+    per = -(-count // shards)
+    rows = lambda i: [16 if i // per == shard else 0 for shard in range(shards)]  # noqa: E731
+    return [Cargo(i, (16, 8), [Rect(0, r, 0, 8) for r in rows(i) * replicas]) for i in range(count)]
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_matrix_that_ranks_hold_whole_is_dealt_among_them_and_travels_home_only(replicas):
+    shards, count = 4, 36
+    planner = Planner(shards * replicas, 500, tuple(r for r in range(replicas) for _ in range(shards)))
+    cut = [Cargo(i, (24, 8), [Rect(6 * s, 6, 0, 8) for s in range(shards)] * replicas) for i in range(20)]
+    apart, together = planner.plan_all([(experts(count, shards, replicas), torch.bfloat16), (cut, torch.bfloat16)])
+    for bucket in apart:
+        assert not bucket.departs
+        assert all(c.elements(owner) == 16 * 8 for c, owner in zip(bucket.cargo, bucket.owners, strict=True))
+    assert all(bucket.departs for bucket in together)
+    assert sum(sum(b.bytes_sent) for b in apart) == 2 * count * 16 * 8 * (replicas - 1)
+    alone = list(map(sum, zip(*(b.work for b in apart), strict=True)))
+    assert max(alone) - min(alone) <= apart[0].cargo[0].flops
+    work = list(map(sum, zip(*(b.work for b in [*apart, *together]), strict=True)))
+    assert max(work) - min(work) <= cut[0].flops
+
+
+def test_each_bucket_of_a_stack_keeps_the_ranks_of_all_shards_busy_and_holds_what_it_may():
+    planner = Planner(8, 2 * 16 * 8 * 2, (0, 0, 0, 0, 1, 1, 1, 1))  # two matrices of a rank's shards
+    buckets = planner.plan(experts(32, 4, 2), torch.bfloat16)
+    assert [len(bucket.cargo) for bucket in buckets] == [8] * 4
+    assert all(len(set(bucket.work)) == 1 for bucket in buckets)
 
 
 def test_bucket_k_plus_one_is_out_and_k_minus_one_on_its_way_home_while_k_is_at_its_turn():
