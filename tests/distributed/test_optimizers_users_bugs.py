@@ -207,13 +207,26 @@ def case_communicators_exist_before_the_first_step():
                     optimizer.step()
                 assert seen and set(seen) <= at_start
                 seen.clear()
+    for group in (dist.group.WORLD, dist.new_group()):
+        with pytest.MonkeyPatch.context() as patch:
+            for name in collectives:
+                patch.setattr(dist, name, recorded(name))
+            (weight,) = parameters([(12, 8)], None)
+            optimizer = Muon([weight], process_group=group)
+            assert set(seen) == {group}
+            seen.clear()
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            assert set(seen) == {group}
+            seen.clear()
 
 
 def case_steps_never_read_a_tensor_back():
     for cls in ALL:
-        for placement in (Shard(0), Shard(1), Replicate()):
+        for placement in (Shard(0), Shard(1), Replicate(), None):
             params = parameters([(24, 8), (10, 6), (1, 9)], placement)
-            optimizer = cls(params, lr=torch.tensor(0.1))
+            group = {} if placement or cls is AdamW else {"process_group": dist.group.WORLD}
+            optimizer = cls(params, lr=torch.tensor(0.1), **group)
             for step in range(4):
                 set_gradients(params, step, placement)
                 if step == dist.get_rank():
@@ -227,20 +240,24 @@ def case_steps_never_read_a_tensor_back():
 
 def case_state_has_the_same_keys_on_all_ranks_before_the_first_step():
     for cls in ALL:
-        saved = cls(parameters([(24, 8), (1, 9), (2, 7)], Shard(0))).state_dict()
-        keys = {number: sorted(state) for number, state in saved["state"].items()}
-        assert set(keys) == {0, 1, 2} and all(keys.values())
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, keys)
-        assert all(other == keys for other in everyone)
+        for placement in (Shard(0), Replicate(), None):
+            group = {} if placement or cls is AdamW else {"process_group": dist.group.WORLD}
+            saved = cls(parameters([(24, 8), (1, 9), (2, 7)], placement), **group).state_dict()
+            keys = {number: sorted(state) for number, state in saved["state"].items()}
+            assert set(keys) == {0, 1, 2} and all(keys.values())
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, keys)
+            assert all(other == keys for other in everyone)
 
 
 MODEL = [(24, 8), (10, 6), (1, 9), (3, 4, 6), (2, 7)]
 
 
 def model_of(placement):
+    """Sharded, or plain: then of replicas that deal matrices to owners where there are several ranks."""
     model = nn.ParameterList(parameters(MODEL, placement))
-    return model, PeriodicRowMuon(list(model), lr=0.02, **FP32)
+    group = dist.group.WORLD if placement is None and dist.is_initialized() else None
+    return model, PeriodicRowMuon(list(model), lr=0.02, process_group=group, **FP32)
 
 
 def steps_of(model, optimizer, placement, first, last):
@@ -249,9 +266,9 @@ def steps_of(model, optimizer, placement, first, last):
         optimizer.step()
 
 
-def save(folder):
-    model, optimizer = model_of(Shard(0))
-    steps_of(model, optimizer, Shard(0), 0, 4)
+def save(folder, placement):
+    model, optimizer = model_of(placement)
+    steps_of(model, optimizer, placement, 0, 4)
     dcp.save({"m": model.state_dict(), "o": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
     return sorted(os.listdir(folder))
 
@@ -343,7 +360,10 @@ CHECKPOINT = tempfile.TemporaryDirectory()
 def everything(folder):
     for case in CASES:
         run_case(case)
-    return save(folder) if dist.get_world_size() == 3 else resume(folder, Shard(0))
+    replicas = os.path.join(folder, "replicas")
+    if dist.get_world_size() == 3:
+        return save(folder, Shard(0)), save(replicas, None)
+    return resume(folder, Shard(0)), resume(replicas, None)
 
 
 @functools.cache
@@ -360,12 +380,20 @@ def test_bugs_of_others_on_gloo_ranks(ranks):
 
 
 def test_files_of_ranks_do_not_overwrite_each_other():
-    assert outcome(3)[0] == [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
+    assert outcome(3)[0][0] == [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
 
 
 def test_a_run_of_three_ranks_goes_on_exactly_on_two_and_on_one():
     model, optimizer = model_of(None)
     steps_of(model, optimizer, None, 0, 8)
     outcome(3)
-    for resumed in (outcome(2)[0], resume(CHECKPOINT.name, None)):
+    for resumed in (outcome(2)[0][0], resume(CHECKPOINT.name, None)):
+        assert largest_difference(whole(model), resumed) == 0
+
+
+def test_a_run_of_three_replicas_goes_on_exactly_on_two_and_on_one():
+    model, optimizer = model_of(None)
+    steps_of(model, optimizer, None, 0, 8)
+    outcome(3)
+    for resumed in (*(rank[1] for rank in outcome(2)), resume(os.path.join(CHECKPOINT.name, "replicas"), None)):
         assert largest_difference(whole(model), resumed) == 0
