@@ -108,13 +108,17 @@ def zoo(shape: tuple[int, int], draw: torch.Generator) -> Iterator[tuple[str, Te
 
 @dataclass(frozen=True)
 class Case:
-    """One algorithm whose sharded run has to end within ``limit`` of its unsharded one, in units of the RMS change."""
+    """One algorithm whose sharded run has to end within ``limit`` of its unsharded one, in units of the RMS change.
+
+    ``replicas``: the ranks hold whole weights and share the work instead.
+    """
 
     name: str
     cls: type[torch.optim.Optimizer]
     options: dict[str, Any]
     rows: Sequence[int]
     limit: float
+    replicas: bool = False
 
 
 def cases(bench: Bench) -> Iterator[Case]:
@@ -139,6 +143,7 @@ def cases(bench: Bench) -> Iterator[Case]:
         yield Case(f"Muon{name}, bf16 wire", Muon, {"ns_dtype": torch.float32, **how}, ROWS, limit)
         yield Case(f"PeriodicRowMuon K=3{name}", PeriodicRowMuon, {"period": 3, **full, **how}, ROWS, limit)
         yield Case(f"MuonBP P=3{name}", MuonBP, {"period": 3, **grid, **how}, thick, close)
+    yield Case("Muon, replicas", Muon, full, ROWS, exact, replicas=True)
     yield Case("BlockMuon", BlockMuon, grid, thick, close)
 
 
@@ -158,10 +163,12 @@ def train(case: Case, bench: Bench, sharded: bool) -> list[Tensor]:
 
     def place(tensor: Tensor) -> Tensor:
         tensor = tensor.to(bench.device)
-        return distribute_tensor(tensor, bench.mesh, [Shard(0)], src_data_rank=None) if sharded else tensor
+        cut = sharded and not case.replicas
+        return distribute_tensor(tensor, bench.mesh, [Shard(0)], src_data_rank=None) if cut else tensor
 
     params = [nn.Parameter(place(w)) for w in weights(case)]
-    optimizer = case.cls(params, lr=0.02, weight_decay=0.1, **case.options)
+    share = {"process_group": dist.group.WORLD} if sharded and case.replicas else {}
+    optimizer = case.cls(params, lr=0.02, weight_decay=0.1, **case.options, **share)
     draw = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         gradients = [g for rows in case.rows for _, g in zoo((rows, 24), draw)]

@@ -406,6 +406,28 @@ def case_experts_and_splits_inside_shards_are_dealt_over_replicas():
     assert not any(job.bucket for job in optimizer._jobs)
 
 
+def case_parts_that_lie_whole_in_a_shard_stay_there_though_others_of_their_parameter_are_cut():
+    if dist.get_world_size() != 2:
+        return
+    given = []  # (received, sent) of every exchange
+    collective = dist.all_to_all_single
+
+    def exchange(received, sent, *rest, **options):
+        given.append((received, sent))
+        return collective(received, sent, *rest, **options)
+
+    alone, _ = train(Muon, [(24, 6)], splits=[(3,)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", exchange)
+        for bucket_bytes in ("auto", 1):
+            shared, optimizer = train(Muon, [(24, 6)], mesh_of(2), [Shard(0)], splits=[(3,)], bucket_bytes=bucket_bytes)
+            assert largest_difference(alone, shared) == 0
+            assert (
+                sum(of_all_ranks(optimizer.wire_bytes)) == 2 * 2 * 4 * 6
+            )  # there and back, 4 of the 8 rows in the middle
+    assert all(received is not sent for received, sent in given)  # as not every backend allows
+
+
 def case_steps_between_refreshes_of_replicas_are_silent():
     n = dist.get_world_size()
     for mesh, placements, options in (

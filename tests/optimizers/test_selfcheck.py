@@ -15,7 +15,7 @@ from optimizers import Muon, selfcheck
 
 ROOT = Path(__file__).parent.parent.parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-ALGORITHMS = {"AdamW", "Muon", "Muon, bf16 wire", "PeriodicRowMuon K=3", "MuonBP P=3", "BlockMuon"}
+ALGORITHMS = {"AdamW", "Muon", "Muon, bf16 wire", "Muon, replicas", "PeriodicRowMuon K=3", "MuonBP P=3", "BlockMuon"}
 
 
 def call(*arguments: str) -> subprocess.CompletedProcess:
