@@ -40,6 +40,16 @@ def test_an_optimizer_alone_under_torchrun(tmp_path):
 
 
 @pytest.mark.long
+def test_replicas_that_share_the_work(tmp_path):
+    text = (ROOT / "optimizers" / "README.md").read_text()
+    block = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "process_group=" in block)
+    block += "torch.distributed.barrier()\nprint('sum', sum(p.double().sum().item() for p in net.parameters()))\n"
+    shown = run(tmp_path, block, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert sorted(re.findall(r"rank (\d): [1-9]\d* bytes sent", shown)) == ["0", "1"]
+    assert len(re.findall("sum .*", shown)) == 2 and len(set(re.findall("sum .*", shown))) == 1
+
+
+@pytest.mark.long
 def test_an_optimizer_under_accelerate(tmp_path):
     block = next(block for block in BLOCKS if "accelerate" in block)
     shown = run(tmp_path, block, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")

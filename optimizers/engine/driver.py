@@ -117,7 +117,7 @@ class Driver(torch.optim.Optimizer):
     # -- groups and state -------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group and create its state. Collective if parameters are sharded."""
+        """Add a group and create its state. Collective if parameters are sharded or there is a process_group."""
         if self._building:  # the constructor compares all groups at once
             self._add_group(param_group)
             return
@@ -324,7 +324,7 @@ class Driver(torch.optim.Optimizer):
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state and group options; tensors keep the dtype they were stored in. Collective if sharded.
+        """Load state and group options; tensors keep the dtype they were stored in. Collective as the constructor is.
 
         State dicts of ``torch.optim.AdamW`` and ``torch.optim.Muon`` can be loaded into the class of the same name.
 
