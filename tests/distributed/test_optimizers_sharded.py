@@ -186,7 +186,8 @@ def case_buckets_and_flights_change_nothing():
                 optimizer.step()
             results.append(found)
             calls.append(seen.collectives)
-    assert calls[0] == 2 * 8 > calls[3] > calls[6] == 2  # the stack of three matrices never travels
+    # The stack of three matrices never travels, the matrix of a single row need not travel to an owner.
+    assert calls[0] == 2 * 8 - 1 > calls[3] > calls[6] == 2
     assert all(largest_difference(results[0], other) == 0 for other in results[1:])
 
 
