@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..orthogonal.newton_schulz import compute_dtype, largest_entry, orthogonalize_all
+from ..orthogonal.newton_schulz import STACK_BYTES, compute_dtype, orthogonalize_all, orthogonalize_pieces
+from ..orthogonal.pieces import Pieces, largest_entry
 from ..sharding.layout import Layout
 from .scaling import row_scale, spectral_scale
 
@@ -39,26 +40,32 @@ def iteration_dtype(options: Mapping[str, Any], weight: torch.dtype, device: tor
     return compute_dtype(options["ns_dtype"], weight, device, options["ns_coefficients"])
 
 
-def orthogonalise_whole(matrices: Sequence[Tensor], options: Mapping[str, Any], weight: Tensor) -> list[Tensor]:
-    """Newton–Schulz of whole matrices with the options of their group."""
+def _kernel(options: Mapping[str, Any], weight: Tensor) -> tuple[Any, int | None, float, torch.dtype]:
+    """Arguments of Newton–Schulz: coefficients, steps, eps, dtype."""
     dtype = iteration_dtype(options, weight.dtype, weight.device)
-    return orthogonalize_all(matrices, options["ns_coefficients"], options["ns_steps"], options["eps"], dtype)
+    return options["ns_coefficients"], options["ns_steps"], options["eps"], dtype
+
+
+def orthogonalise(
+    matrices: Sequence[Pieces], options: Mapping[str, Any], weight: Tensor, stack_bytes: int = STACK_BYTES
+) -> None:
+    """Newton–Schulz of whole matrices where they lie, with the options of their group."""
+    orthogonalize_pieces(matrices, *_kernel(options, weight), stack_bytes)
 
 
 def spectral(
     weights: Sequence[Tensor], inputs: Sequence[Tensor], layouts: Sequence[Layout], options: Mapping[str, Any]
 ) -> Step:
-    """Orthogonalise whole matrices that lie on this rank.
+    """Orthogonalise whole matrices that lie on this rank; the directions take the place of the inputs.
 
-    They are rounded to the wire dtype on the way in and out although nothing travels: so one process and many
-    compute the same.
+    They are rounded to the wire dtype on the way in and out although nothing travels, so that one process and many
+    compute the same: the inputs have that dtype.
     """
-    wire = wire_dtype(options, weights[0].dtype)
-    step, whole = Step(), []
+    step = Step()
     for weight, u, layout in zip(weights, inputs, layouts, strict=True):
         step.weights += layout.views(weight)
-        whole += layout.views(u.to(wire))
-    step.directions = [o.to(wire) for o in orthogonalise_whole(whole, options, weights[0])]
+        step.directions += layout.views(u)
+    orthogonalise([Pieces.whole(u, u) for u in step.directions], options, weights[0])
     step.factors = [spectral_scale(options["adjust_lr_fn"], *w.shape) for w in step.weights]
     return step
 
@@ -74,7 +81,7 @@ def block(
             size = block_size(options["block_grid"], matrix.shape, w.shape)
             step.weights += _cut(w, size)
             blocks += _cut(x, size)
-    step.directions = orthogonalise_whole(blocks, options, weights[0])
+    step.directions = orthogonalize_all(blocks, *_kernel(options, weights[0]))
     step.factors = [ratio * spectral_scale(options["adjust_lr_fn"], *w.shape) for w in step.weights]
     return step
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..orthogonal.pieces import Pieces
 from ..sharding.agreement import agree, process_groups
 from ..sharding.exchange import pipeline, warm_up
 from ..sharding.layout import local
@@ -21,7 +22,7 @@ from ..sharding.team import Team, team_of
 from .across import row_steps_across
 from .algorithm import ALGORITHMS, Algorithm
 from .costs import plan_of
-from .directions import Step, orthogonalise_whole, spectral, wire_dtype
+from .directions import Step, orthogonalise, spectral, wire_dtype
 from .foreign import from_torch
 from .gradients import local_gradients
 from .jobs import Job, describe, divide, label
@@ -282,12 +283,15 @@ class Driver(torch.optim.Optimizer):
 
     def _depart(self, task: Task) -> tuple[Task, Any]:
         job = task.job
-        return task, task.route.depart(job.bucket, self._inputs(task), job.layouts[0].rank, job.team.open())
+        form = partial(self._form, task)
+        return task, task.route.depart(job.bucket, form, job.layouts[0].rank, job.team.open(), job.device)
 
     def _turn(self, travelling: tuple[Task, Any]) -> tuple[Task, Any]:
         task, trip = travelling
-        newton_schulz = partial(orthogonalise_whole, options=task.group, weight=task.weights[0])
-        return task, task.route.turn(trip, newton_schulz)
+        return task, task.route.turn(trip, partial(self._orthogonalise, task))
+
+    def _orthogonalise(self, task: Task, matrices: list[Pieces], stack_bytes: int) -> None:
+        orthogonalise(matrices, task.group, task.weights[0], stack_bytes)
 
     def _land(self, travelling: tuple[Task, Any]) -> None:
         task, trip = travelling
@@ -295,12 +299,19 @@ class Driver(torch.optim.Optimizer):
         apply(Step(task.weights, task.route.land(trip), factors), task.group)
 
     def _inputs(self, task: Task) -> list[Tensor]:
-        """U of a task, in the dtype in which it travels, or would, if that is all it is needed for."""
-        buffers, gradients = self._states(task, "momentum_buffer"), task.dense_gradients()
-        wire = wire_dtype(task.group, task.weights[0].dtype) if task.refresh else buffers[0].dtype
-        if all(wire.itemsize >= m.dtype.itemsize for m in buffers):
-            return self._advance(task.group, buffers, gradients)
-        return advance_in(wire, buffers, gradients, partial(self._advance, task.group))
+        """U of a task: on a refresh new tensors of the dtype in which it would travel, else as ``_advance`` returns."""
+        buffers = self._states(task, "momentum_buffer")
+        if not task.refresh:
+            return self._advance(task.group, buffers, task.dense_gradients())
+        wire = wire_dtype(task.group, task.weights[0].dtype)
+        inputs = [torch.empty(m.shape, dtype=wire, device=m.device) for m in buffers]
+        self._form(task, inputs)
+        return inputs
+
+    def _form(self, task: Task, outs: Sequence[Tensor | None]) -> None:
+        """Update the momentum of a task and form U where it is wanted."""
+        buffers = self._states(task, "momentum_buffer")
+        advance_in(outs, buffers, task.dense_gradients(), partial(self._advance, task.group))
 
     def _advance(
         self, group: dict[str, Any], buffers: list[Tensor], gradients: list[Tensor], out: list[Tensor] | None = None

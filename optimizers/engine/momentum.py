@@ -8,7 +8,7 @@ From M = 0 the two differ by the constant factor 1−μ, which every normaliser 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -71,25 +71,28 @@ def look_ahead(
 
 
 def advance_in(
-    dtype: torch.dtype,
+    outs: Sequence[Tensor | None],
     buffers: list[Tensor],
     grads: list[Tensor],
     advance: Callable[[list[Tensor], list[Tensor], list[Tensor]], object],
-) -> list[Tensor]:
-    """U in another, narrower dtype, formed slice by slice: it never exists in the wider dtype of the buffers.
+) -> None:
+    """U in tensors of another dtype, formed slice by slice: it never exists as a whole in the dtype of the buffers.
 
-    ``advance`` (buffers, gradients, out) updates the buffers and forms U in ``out``.
+    ``advance`` (buffers, gradients, out) updates the buffers and forms U in ``out``. Where ``outs`` is None, U is not
+    wanted.
     """
-    inputs = [torch.empty(m.shape, dtype=dtype, device=m.device) for m in buffers]
     scratch = Scratch(buffers[0].device)
-    for members in zip(buffers, grads, inputs, strict=True):
-        for rows in as_rows(*members):
-            n, wide = rows[0].shape[-1], rows[0].dtype
-            for counts, (m, g, narrow) in slices([rows], scratch.rows(n, wide)):
-                u = scratch.take(sum(counts), n, wide)
-                advance(m, g, [u])
-                narrow[0].copy_(u)
-    return inputs
+    for out, m, g in zip(outs, buffers, grads, strict=True):
+        for rows in as_rows(*((m, g) if out is None else (m, g, out))):
+            n, dtype = rows[0].shape[-1], rows[0].dtype
+            for counts, (moment, gradient, *narrow) in slices([rows], scratch.rows(n, dtype)):
+                if narrow and narrow[0][0].dtype == dtype:
+                    advance(moment, gradient, narrow[0])
+                    continue
+                u = scratch.take(sum(counts), n, dtype)
+                advance(moment, gradient, [u])
+                for target in narrow:
+                    target[0].copy_(u)
 
 
 def _as_buffers(buffers: list[Tensor], grads: list[Tensor]) -> list[Tensor]:

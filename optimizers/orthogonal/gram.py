@@ -24,22 +24,26 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .coefficients import Coefficients
+from .coefficients import Coefficients, Schedule
 
 
-def gram_iterate_(x: Tensor, rows: Sequence[Coefficients], restarts: Sequence[int] | None = None) -> Tensor:
+def gram_iterate_(
+    x: Tensor, schedule: Schedule, y: Tensor | None = None, restarts: Sequence[int] | None = None
+) -> Tensor:
     """Iterate on the Gram matrices of a stack.
 
     Args:
         x: ``[k, s, l]`` with s ≤ l and singular values of at most 1; overwritten. Any dtype ``check_gram`` allows.
-        rows: (a, b, c) of each iteration.
+        schedule: (a, b, c) of each iteration.
+        y: a buffer like ``x``; None makes one.
         restarts: increasing numbers of iterations after which to restart; None is 2, 5, 8, …
 
     Returns:
-        ``[k, s, l]`` in the dtype of ``x``.
+        ``x`` or ``y``, which holds the result.
     """
     k, s, long = x.shape
-    y, q, t = torch.empty_like(x), x.new_empty(k, s, s), x.new_empty(k, s, s)
+    rows, y = schedule.rows, torch.empty_like(x) if y is None else y
+    q, t = x.new_empty(k, s, s), x.new_empty(k, s, s)
     if restarts is None:
         restarts = range(2, len(rows), 3)
     for start, stop in pairwise((0, *restarts, len(rows))):

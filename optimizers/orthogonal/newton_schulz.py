@@ -13,7 +13,7 @@ arXiv 2512.04632, for AOL scaling; coefficients.py and gram.py for the sets.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -21,12 +21,13 @@ from torch import Tensor
 
 from .coefficients import NS5, AnyCoefficients, Schedule, is_gram, needs_full_precision, resolve
 from .gram import check_gram, gram_iterate_
+from .pieces import Pieces, copy_parts, load, norm_dtype, places
 
 STACK_BYTES = 256 * 2**20
-"""Largest stack that is orthogonalised at once, counted in the larger of norm and iteration dtype.
+"""Largest stack that is orthogonalised at once, in the dtype of the iterations.
 
-The transient memory, results included, is at most 3 times as much (2 + short side / long side when the iterations run
-in fp32, 2 + 2·short/long for Gram sets, which need long ≥ 2·short), and about 1.5 times when they run in 16 bits.
+The transient memory, results included, is at most 3 times as much: the stack, its next iterate and a polynomial of its
+Gram matrix, 2 + short side / long side (Gram sets, which need long ≥ 2·short: 2 + 2·short/long).
 """
 
 
@@ -66,10 +67,8 @@ def orthogonalize(
     if matrices.numel() == 0:
         return torch.empty(matrices.shape, dtype=dtype, device=matrices.device)
     # Always 3-D: the 2-D matmul rounds differently from the batched one.
-    stack = matrices.reshape(-1, *matrices.shape[-2:])
-    owned = [stack.to(_norm_dtype(stack.dtype), copy=True, memory_format=torch.contiguous_format)]
-    del stack
-    return _consume(owned, schedule, eps, dtype).view(matrices.shape)
+    stack = [Pieces.whole(matrix) for matrix in matrices.reshape(-1, *matrices.shape[-2:])]
+    return _orthogonal(stack, schedule, eps, dtype).view(matrices.shape)
 
 
 @torch.no_grad()
@@ -88,49 +87,93 @@ def orthogonalize_all(
     Returns:
         2-D contiguous tensors in ``dtype``, in the same order.
     """
-    if not matrices:
-        return []
-    schedule, norm_dtype = resolve(coefficients, steps), _norm_dtype(matrices[0].dtype)
-    dtype = compute_dtype(dtype, matrices[0].dtype, matrices[0].device, coefficients)
-    by_shape: dict[torch.Size, list[int]] = defaultdict(list)
-    for i, matrix in enumerate(matrices):
-        by_shape[matrix.shape].append(i)
     result = list(matrices)
-    for shape, members in by_shape.items():
-        if shape.numel() == 0:
-            for i in members:
-                result[i] = torch.empty(shape, dtype=dtype, device=matrices[i].device)
-            continue
-        at_once = max(1, STACK_BYTES // (shape.numel() * max(norm_dtype.itemsize, dtype.itemsize)))
-        for start in range(0, len(members), at_once):
-            chunk = members[start : start + at_once]
-            owned = [torch.stack([matrices[i] for i in chunk]).to(norm_dtype)]
-            for i, matrix in zip(chunk, _consume(owned, schedule, eps, dtype).unbind(), strict=True):
-                result[i] = matrix
+
+    def keep(members: Sequence[int], stack: Tensor) -> None:
+        for i, matrix in zip(members, stack.unbind(), strict=True):
+            result[i] = matrix
+
+    whole = [Pieces.whole(matrix) for matrix in matrices]
+    _in_stacks(whole, coefficients, steps, eps, dtype, STACK_BYTES, keep)
     return result
 
 
-def _consume(owned: list[Tensor], schedule: Schedule, eps: float, dtype: torch.dtype) -> Tensor:
-    """Orthogonalise the one contiguous stack [k, m, n] of the list, which is taken out so that it can be freed."""
-    x = owned.pop()
-    _unit_norm_(x, eps)
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.to(dtype)
-    if tall:  # turned in the dtype of the iterations, which is the smaller one, on the way in as on the way out
-        x = x.mT.contiguous()
-    short, long = x.shape[-2:]
-    if short > 1:
-        # Below twice as long as wide, the Gram form gains nothing and needs more memory.
-        x = gram_iterate_(x, schedule.rows) if schedule.gram and long >= 2 * short else iterate_(x, schedule)
-    return x.mT.contiguous() if tall else x
+@torch.no_grad()
+def orthogonalize_pieces(
+    matrices: Sequence[Pieces],
+    coefficients: AnyCoefficients = NS5,
+    steps: int | None = None,
+    eps: float = 1e-7,
+    dtype: torch.dtype | None = None,
+    stack_bytes: int = STACK_BYTES,
+) -> None:
+    """Orthogonalise matrices where they lie, as ``orthogonalize_all`` does.
 
-
-def iterate_(x: Tensor, schedule: Schedule) -> Tensor:
-    """The iterations on ``x`` [k, s, l], s ≤ l, which is overwritten; in one more buffer of its size and one [k, s, s].
-
-    Written into buffers because fresh ones would be paged in anew at every iteration.
+    Args:
+        matrices: of one dtype on one device. Results are rounded to the dtype of the parts that they are written to.
+        stack_bytes: a limit below ``STACK_BYTES``; a single matrix may be larger. The rest is as in ``orthogonalize``.
     """
-    y, z = torch.empty_like(x), x.new_empty(*x.shape[:2], x.shape[1])
+
+    def write(members: Sequence[int], stack: Tensor) -> None:
+        found = [pair for i, x in zip(members, stack.unbind(), strict=True) for pair in places(x, matrices[i].write)]
+        copy_parts([(part, view) for view, part in found])
+
+    _in_stacks(matrices, coefficients, steps, eps, dtype, min(stack_bytes, STACK_BYTES), write)
+
+
+def _in_stacks(
+    matrices: Sequence[Pieces],
+    coefficients: AnyCoefficients,
+    steps: int | None,
+    eps: float,
+    dtype: torch.dtype | None,
+    stack_bytes: int,
+    done: Callable[[Sequence[int], Tensor], None],
+) -> None:
+    """Orthogonalise equal shapes together; ``done`` is called with the places of some and their stack [k, m, n]."""
+    if not matrices:
+        return
+    schedule, example = resolve(coefficients, steps), matrices[0].example
+    dtype = compute_dtype(dtype, example.dtype, example.device, coefficients)
+    by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for i, matrix in enumerate(matrices):
+        by_shape[matrix.shape].append(i)
+    for (m, n), members in by_shape.items():
+        if m * n == 0:
+            done(members, torch.empty(len(members), m, n, dtype=dtype, device=example.device))
+            continue
+        at_once = max(1, stack_bytes // (m * n * dtype.itemsize))
+        for start in range(0, len(members), at_once):
+            chunk = members[start : start + at_once]
+            done(chunk, _orthogonal([matrices[i] for i in chunk], schedule, eps, dtype))
+
+
+def _orthogonal(matrices: Sequence[Pieces], schedule: Schedule, eps: float, dtype: torch.dtype) -> Tensor:
+    """The orthogonalised matrices of one shape, a contiguous stack [k, m, n] in ``dtype``."""
+    k, (m, n) = len(matrices), matrices[0].shape
+    short, long = sorted((m, n))
+    x = torch.empty(k, short, long, dtype=dtype, device=matrices[0].example.device)
+    y = torch.empty_like(x)
+    load(matrices, x, y, eps)
+    if short == 1:
+        return x.view(k, m, n)
+    # Below twice as long as wide, the Gram form gains nothing and needs more memory.
+    iterate = gram_iterate_ if schedule.gram and long >= 2 * short else iterate_
+    found = iterate(x, schedule, y)
+    if m <= n:
+        return found
+    free = y if found is x else x
+    return free.view(k, m, n).copy_(found.mT)
+
+
+def iterate_(x: Tensor, schedule: Schedule, y: Tensor | None = None) -> Tensor:
+    """The iterations on ``x`` [k, s, l], s ≤ l; in one more buffer of its size, ``y`` if given, and one [k, s, s].
+
+    Both are overwritten, and one of them is returned. Written into buffers because fresh ones would be paged in anew at
+    every iteration.
+    """
+    y = torch.empty_like(x) if y is None else y
+    z = x.new_empty(*x.shape[:2], x.shape[1])
     for i, (a, b, c) in enumerate(schedule.rows):
         corner = y.view(-1)[: z.numel()].view_as(z)
         gram = z if c == 0 else corner
@@ -151,31 +194,11 @@ def _aol_scale_(x: Tensor, gram: Tensor) -> None:
 
     The result tends to polar(D·X), not to polar(X): cosine 0.988 on a power-law spectrum.
     """
-    sums = torch.linalg.vector_norm(gram, 1, dim=-1, keepdim=True).to(_norm_dtype(gram.dtype))
+    sums = torch.linalg.vector_norm(gram, 1, dim=-1, keepdim=True).to(norm_dtype(gram.dtype))
     # Not rsqrt: on CPU its vectorised form rounds differently from the scalar one, so stacks would not be alike.
     scale = torch.where(sums > 0, 1 / sums.sqrt(), 0).to(x.dtype)
     x.mul_(scale)
     gram.mul_(scale).mul_(scale.mT)
-
-
-def _unit_norm_(x: Tensor, eps: float) -> None:
-    """Divide ``x`` [k, m, n] by its Frobenius norms in place, safe for entries of 1e-38 as of 1e38."""
-    tiny = torch.finfo(x.dtype).tiny
-    # Dividing by the largest entry first keeps the squares inside the range of fp32.
-    x.div_(largest_entry(x, (-2, -1)).clamp_min(tiny))
-    # Norm of the row norms: a single long reduction would be split over threads, differently for each stack size.
-    norm = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1), dim=-1)[:, None, None]
-    exact = min(x.shape[-2:]) == 1
-    x.div_((norm if exact else norm + eps).clamp_min(tiny))
-
-
-def largest_entry(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """max |x| over ``dim``, which is kept with size 1; an order of magnitude faster on CPU than the infinity norm."""
-    return torch.maximum(x.amax(dim, keepdim=True), -x.amin(dim, keepdim=True))
-
-
-def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def compute_dtype(

@@ -11,12 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .matrices import Rect
+from ..orthogonal.pieces import Part, Pieces
 from .plan import Bucket, Cargo
 
 Item = TypeVar("Item")
 Out = TypeVar("Out")
 Home = TypeVar("Home")
+
+Write = Callable[[list[Tensor | None]], None]
+"""Fills tensors [rows_i, n_i] with this rank's part of each matrix of a bucket; a None is not wanted."""
+
+Orthogonalise = Callable[[list[Pieces], int], None]
+"""(matrices, bytes of a stack): orthogonalises matrices where they lie."""
 
 
 @dataclass
@@ -29,9 +35,17 @@ class Trip:
     bucket: Bucket
     rank: int
     group: dist.ProcessGroup
-    sent: Tensor
-    received: Tensor
+    sent: Tensor | None
+    received: Tensor | None
     work: dist.Work | None
+
+    def arrive(self) -> Tensor:
+        """Wait, and return what was received. All else is let go, at once: the work, too, holds both buffers."""
+        if self.work is not None:
+            self.work.wait()
+        received = self.received
+        self.work = self.sent = self.received = None
+        return received
 
 
 def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -45,70 +59,41 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
         dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
 
 
-def depart(bucket: Bucket, shards: Sequence[Tensor], rank: int, group: dist.ProcessGroup) -> Trip:
-    """Send this rank's shards to the owners. ``shards[i]`` [rows_i, n_i] belongs to ``bucket.cargo[i]``."""
+def depart(bucket: Bucket, write: Write, rank: int, group: dist.ProcessGroup, device: torch.device) -> Trip:
+    """Send this rank's shards to the owners. ``write`` forms them where they leave, in the order of the cargo."""
     to_owner = list(bucket.traffic[rank])
     from_rank = [row[rank] for row in bucket.traffic]
-    sent = torch.empty(sum(to_owner), dtype=bucket.dtype, device=shards[0].device)
+    sent = torch.empty(sum(to_owner), dtype=bucket.dtype, device=device)
     places = bucket.outgoing(rank)
-    if places:
-        targets = held([bucket.cargo[i] for i in places], rank, sent)
-        torch._foreach_copy_(targets, [shards[i] for i in places])
+    parts = dict(zip(places, held([bucket.cargo[i] for i in places], rank, sent), strict=True))
+    write([parts.get(i) for i in range(len(bucket.cargo))])
     if not bucket.departs:
         return Trip(bucket, rank, group, sent, sent, None)
-    received = torch.empty(sum(from_rank), dtype=bucket.dtype, device=shards[0].device)
+    received = torch.empty(sum(from_rank), dtype=bucket.dtype, device=device)
     work = dist.all_to_all_single(received, sent, from_rank, to_owner, group=group, async_op=True)
     return Trip(bucket, rank, group, sent, received, work)
 
 
-def turn(trip: Trip, orthogonalise: Callable[[list[Tensor]], list[Tensor]]) -> Trip:
+def turn(trip: Trip, orthogonalise: Orthogonalise) -> Trip:
     """Wait for the shards of the matrices that this rank owns, orthogonalise them and send the rows back."""
-    if trip.work is not None:
-        trip.work.wait()
-    bucket, rank = trip.bucket, trip.rank
+    bucket, rank, arrived = trip.bucket, trip.rank, trip.arrive()
     owned = bucket.owned(rank)
     senders = [src for src in range(bucket.ranks) if bucket.sends(src, rank)]
-    arrived = _inbound(owned, senders, trip.received)
-    directions = orthogonalise([assemble(c, senders, parts) for c, parts in zip(owned, arrived, strict=True)])
     to_rank = [row[rank] for row in bucket.home]
     from_owner = list(bucket.home[rank])
-    # Home they travel in each other's buffer, if the sizes are the same: they are unless there are replicas.
-    free = [trip.sent] if trip.sent is trip.received else [trip.received, trip.sent]
-    received, sent = (
-        free.pop() if free and free[-1].numel() == sum(sizes) else trip.sent.new_empty(sum(sizes))
-        for sizes in (from_owner, to_rank)
-    )
-    everyone = range(bucket.ranks)
-    targets = [part for parts in _inbound(owned, everyone, sent) for part in parts]
-    sources = [cut(o, c.shares[dst]) for o, c in zip(directions, owned, strict=True) for dst in everyone]
-    if targets:
-        torch._foreach_copy_(targets, sources)
+    # Without replicas each row goes back to where it came from, so directions take the place of what arrived.
+    sent = arrived if len(senders) == bucket.ranks else arrived.new_empty(sum(to_rank))
+    parts = zip(owned, inbound(owned, senders, arrived), inbound(owned, range(bucket.ranks), sent), strict=True)
+    orthogonalise([Pieces(c.shape, read, written) for c, read, written in parts], bucket.share_bytes)
+    del arrived, parts  # before more is asked for
+    received = sent.new_empty(sum(from_owner))
     work = dist.all_to_all_single(received, sent, from_owner, to_rank, group=trip.group, async_op=True)
     return Trip(bucket, rank, trip.group, sent, received, work)
 
 
 def land(trip: Trip) -> list[Tensor]:
     """Wait for the directions of this rank's rows: one [rows_i, n_i] for each ``bucket.cargo[i]``, in wire dtype."""
-    trip.work.wait()
-    return held(trip.bucket.cargo, trip.rank, trip.received)
-
-
-def cut(matrix: Tensor, share: Rect) -> Tensor:
-    """A rank's share of a whole matrix [m, n], a view."""
-    return matrix[share.row : share.row + share.rows, share.column : share.column + share.columns]
-
-
-def assemble(cargo: Cargo, ranks: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
-    """The whole matrix [m, n] from the shares of ranks that hold it once between them; a view if it is one's share."""
-    for part in parts:
-        if part.shape == cargo.shape:
-            return part
-    if all(cargo.shares[rank].columns == cargo.shape[1] for rank in ranks):
-        pairs = sorted(zip(ranks, parts, strict=True), key=lambda pair: cargo.shares[pair[0]].row)
-        return torch.cat([part for _, part in pairs])
-    whole = parts[0].new_empty(cargo.shape)
-    torch._foreach_copy_([cut(whole, cargo.shares[rank]) for rank in ranks], list(parts))
-    return whole
+    return held(trip.bucket.cargo, trip.rank, trip.arrive())
 
 
 def pipeline(
@@ -121,8 +106,9 @@ def pipeline(
 ) -> None:
     """Run every item through depart, turn and land, in order.
 
-    With two in flight, item k+1 travels out and item k−1 travels home while item k is at its turn. ``meanwhile`` is
-    called once, when the first items are on their way.
+    With two in flight, item k+1 travels out and item k−1 travels home while item k is at its turn. More travel out, but
+    only one travels home: it has the whole turn of the next for it, and what is at home needs no buffers. ``meanwhile``
+    is called once, when the first items are on their way.
     """
     outward: deque[Out] = deque()
     homeward: deque[Home] = deque()
@@ -134,7 +120,7 @@ def pipeline(
             meanwhile()
             idle = False
         homeward.append(turn(outward.popleft()))
-        if len(homeward) == max_in_flight:
+        if len(homeward) == min(2, max_in_flight):
             land(homeward.popleft())
 
     for item in items:
@@ -156,13 +142,19 @@ def held(cargo: Sequence[Cargo], rank: int, buffer: Tensor) -> list[Tensor]:
     return [part.view(c.shares[rank].rows, c.shares[rank].columns) for part, c in zip(parts, cargo, strict=True)]
 
 
-def _inbound(owned: Sequence[Cargo], ranks: Sequence[int], buffer: Tensor) -> list[list[Tensor]]:
+def part_of(cargo: Cargo, rank: int, entries: Tensor) -> Part:
+    """A rank's part of a matrix, from its entries in a row."""
+    share = cargo.shares[rank]
+    return share.row, share.column, entries.view(share.rows, share.columns)
+
+
+def inbound(owned: Sequence[Cargo], ranks: Sequence[int], buffer: Tensor) -> list[list[Part]]:
     """Views of an owner's buffer: for each owned matrix its parts by rank; the buffer is ordered by rank first."""
     if not owned:
         return []
     parts = iter(buffer.split([c.elements(rank) for rank in ranks for c in owned]))
-    views: list[list[Tensor]] = [[] for _ in owned]
+    views: list[list[Part]] = [[] for _ in owned]
     for rank in ranks:
         for i, c in enumerate(owned):
-            views[i].append(next(parts).view(c.shares[rank].rows, c.shares[rank].columns))
+            views[i].append(part_of(c, rank, next(parts)))
     return views

@@ -6,14 +6,14 @@ the directions need not travel home. Shares are padded to the largest rank's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import assemble, cut, held
+from ..orthogonal.pieces import Pieces
+from .exchange import Orthogonalise, Write, held
 from .plan import GatherBucket
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.14
@@ -21,38 +21,42 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass
 class Gathering:
-    """One bucket on its way, later the directions of this rank. Both buffers live until the collective is complete."""
+    """One bucket on its way. Both buffers live until the collective is complete."""
 
     bucket: GatherBucket
     rank: int
     sent: Tensor
     received: Tensor
     work: dist.Work
-    directions: list[Tensor]
 
 
-def depart(bucket: GatherBucket, shards: Sequence[Tensor], rank: int, group: dist.ProcessGroup) -> Gathering:
-    """Send this rank's shards to all. ``shards[i]`` [rows_i, n_i] belongs to ``bucket.cargo[i]``."""
-    sent = torch.zeros(bucket.padded, dtype=bucket.dtype, device=shards[0].device)
-    received = torch.empty(bucket.ranks * bucket.padded, dtype=bucket.dtype, device=shards[0].device)
-    torch._foreach_copy_(held(bucket.cargo, rank, sent), list(shards))
+def depart(bucket: GatherBucket, write: Write, rank: int, group: dist.ProcessGroup, device: torch.device) -> Gathering:
+    """Send this rank's shards to all. ``write`` forms them where they leave, in the order of the cargo."""
+    sent = torch.zeros(bucket.padded, dtype=bucket.dtype, device=device)
+    received = torch.empty(bucket.ranks * bucket.padded, dtype=bucket.dtype, device=device)
+    write(list(held(bucket.cargo, rank, sent)))
     work = _all_gather(received, sent, group=group, async_op=True)
-    return Gathering(bucket, rank, sent, received, work, [])
+    return Gathering(bucket, rank, sent, received, work)
 
 
-def turn(trip: Gathering, orthogonalise: Callable[[list[Tensor]], list[Tensor]]) -> Gathering:
-    """Wait for the shards of all ranks, orthogonalise every matrix and keep this rank's part of the directions."""
+def turn(trip: Gathering, orthogonalise: Orthogonalise) -> list[Tensor]:
+    """Wait for the shards of all ranks and orthogonalise every matrix; this rank's part of the directions.
+
+    They are rounded as those that owners send are, so that all forms compute the same.
+    """
     trip.work.wait()
     bucket = trip.bucket
-    shares = [held(bucket.cargo, rank, part) for rank, part in enumerate(trip.received.split(bucket.padded))]
-    ranks = range(bucket.ranks)
-    whole = [assemble(c, ranks, parts) for c, parts in zip(bucket.cargo, zip(*shares, strict=True), strict=True)]
-    wire = [cut(o, c.shares[trip.rank]) for o, c in zip(orthogonalise(whole), bucket.cargo, strict=True)]
-    # Rounded as those that owners send are, so that all forms compute the same.
-    trip.directions = [part.to(bucket.dtype, copy=True) for part in wire]
-    return trip
+    directions = held(bucket.cargo, trip.rank, trip.sent)  # it has been sent: they take its place
+    buffers = [held(bucket.cargo, rank, part) for rank, part in enumerate(trip.received.split(bucket.padded))]
+    matrices = []
+    for cargo, own, *parts in zip(bucket.cargo, directions, *buffers, strict=True):
+        corners = [(share.row, share.column) for share in cargo.shares]
+        read = [(*corner, part) for corner, part in zip(corners, parts, strict=True)]
+        matrices.append(Pieces(cargo.shape, read, [(*corners[trip.rank], own)]))
+    orthogonalise(matrices, bucket.share_bytes)
+    return directions
 
 
-def land(trip: Gathering) -> list[Tensor]:
-    """The directions of this rank's rows: one [rows_i, n_i] for each ``bucket.cargo[i]``, in wire dtype."""
-    return trip.directions
+def land(directions: list[Tensor]) -> list[Tensor]:
+    """The directions of this rank's rows: one [rows_i, n_i] for each matrix of the bucket, in wire dtype."""
+    return directions

@@ -112,6 +112,12 @@ class Bucket:
         return [i for i, owner in enumerate(self.owners) if self.sends(rank, owner)]
 
     @cached_property
+    def share_bytes(self) -> int:
+        """Bytes that the busiest rank gets home as its shards, or sends home as an owner."""
+        owned = map(sum, zip(*self.home, strict=True))
+        return max(*map(sum, self.home), *owned) * self.dtype.itemsize
+
+    @cached_property
     def bytes_sent(self) -> tuple[int, ...]:
         """Bytes that each rank puts on the wire in one refresh: out to the owners and home from it."""
         owned = list(map(sum, zip(*self.home, strict=True)))
@@ -143,6 +149,11 @@ class GatherBucket:
         """Elements that each rank sends: as many as the rank with most of them holds, and at least one."""
         return max(1, *(sum(c.elements(rank) for c in self.cargo) for rank in range(self.ranks)))
 
+    @property
+    def share_bytes(self) -> int:
+        """Bytes that each rank sends."""
+        return self.padded * self.dtype.itemsize
+
     @cached_property
     def bytes_sent(self) -> tuple[int, ...]:
         """Bytes that each rank puts on the wire in one refresh, by the ring model."""
@@ -173,10 +184,11 @@ class Planner:
         self.replicas = self.replicas or (0,) * self.ranks
 
     def plan(self, cargo: Sequence[Cargo], dtype: torch.dtype) -> list[AnyBucket]:
-        """Buckets of at most ``bucket_bytes`` of one rank's shards, but at least one matrix.
+        """Buckets of at most ``bucket_bytes`` of all ranks' shards together, but at least one matrix.
 
-        Matrices are ordered by their work, so equal shapes meet in a bucket, and by when their owners come to them, so
-        each bucket by itself is balanced.
+        With N shards of a matrix, no rank holds more than a share of bucket_bytes / N of a bucket, nor owns more,
+        unless by a single matrix. Matrices are ordered by their work, so equal shapes meet in a bucket, and by when their
+        owners come to them, so each bucket by itself is balanced if it has room for a matrix a rank.
         """
         return self.plan_all([(cargo, dtype)])[0]
 
@@ -197,24 +209,39 @@ class Planner:
         return [self._pack(part, dtype, limit) for part, (_, dtype) in zip(in_turn, loads, strict=True)]
 
     def _limit(self, loads: Sequence[tuple[Sequence[Cargo], torch.dtype]]) -> int:
-        """Auto: 64 MiB at most, and at least four buckets, so that they overlap, unless these would be tiny."""
+        """Bytes of a whole bucket.
+
+        Auto, for the share of one rank: a quarter of all, so that buckets overlap, but no less than the largest matrix,
+        so that every owner has work in every bucket, nor than what latency would eat up; 64 MiB at most.
+        """
         if self.bucket_bytes != "auto":
             return self.bucket_bytes
-        held = (map(sum, zip(*(item.sizes for item in cargo), strict=True)) for cargo, _ in loads)
-        total = sum(max(sizes, default=0) * dtype.itemsize for sizes, (_, dtype) in zip(held, loads, strict=True))
-        return min(BUCKET_BYTES, max(SMALLEST_BUCKET, math.ceil(total / 4)))
+        held, largest = [0] * self.ranks, 0
+        for cargo, dtype in loads:
+            for item in cargo:
+                largest = max(largest, math.prod(item.shape) * dtype.itemsize)
+                held = [bytes_ + size * dtype.itemsize for bytes_, size in zip(held, item.sizes, strict=True)]
+        share = min(BUCKET_BYTES, max(SMALLEST_BUCKET, math.ceil(max(held) / 4), largest))
+        return share * self._shards
+
+    @property
+    def _shards(self) -> int:
+        """How many ranks hold a matrix once between them."""
+        return self.ranks // len(set(self.replicas))
 
     def _pack(self, dealt: list[tuple[int, Cargo]], dtype: torch.dtype, limit: int) -> list[AnyBucket]:
         buckets: list[AnyBucket] = []
         waiting: list[tuple[int, Cargo]] = []
-        filled: Sequence[int] = (0,) * self.ranks
+        held, owned = [0] * self.ranks, Counter[int]()
         for owner, item in dealt:
-            with_it = list(map(add, filled, item.sizes))
-            if waiting and max(with_it) * dtype.itemsize > limit:
+            sizes = [size * dtype.itemsize for size in item.sizes]
+            now, home = list(map(add, held, sizes)), owned[owner] + sum(sizes)
+            full = max(now) * self._shards > limit or (owned[owner] > 0 and home * self._shards > limit)
+            if waiting and full:
                 buckets.append(self._close(waiting, dtype))
-                waiting, with_it = [], item.sizes
+                waiting, owned, now, home = [], Counter[int](), sizes, sum(sizes)
             waiting.append((owner, item))
-            filled = with_it
+            held, owned[owner] = now, home
         return [*buckets, self._close(waiting, dtype)] if waiting else buckets
 
     def _close(self, dealt: list[tuple[int, Cargo]], dtype: torch.dtype) -> AnyBucket:

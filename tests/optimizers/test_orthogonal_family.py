@@ -71,7 +71,7 @@ def test_golden_vectors(coefficients, steps, expected):
 def test_gram_with_one_restart_is_polar_express(width):
     x = torch.zeros(1, 4, width, dtype=torch.float64)
     x[0, :, :6] = gradient(1) / (gradient(1).norm() + 1e-7)
-    found = gram_iterate_(x, resolve("polar_express").rows, restarts=(2,))
+    found = gram_iterate_(x, resolve("polar_express"), restarts=(2,))
     assert summary(found[0, :, :6]) == pytest.approx(PE_GOLDEN, abs=1e-7)
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from optimizers import Muon
+from optimizers.orthogonal import pieces
 from optimizers.orthogonal.coefficients import NAMES, NS5, SETS, resolve
 from optimizers.orthogonal.newton_schulz import orthogonalize, orthogonalize_all
 
@@ -41,16 +42,17 @@ def peak_bytes(function):
 @pytest.mark.parametrize("shape", [(256, 256), (256, 512), (512, 256)])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["ns5", "cubic5", "turbo", "gram_ns5"])
-def test_peak_memory(name, stored, shape):
+def test_peak_memory(name, stored, shape, monkeypatch):
+    monkeypatch.setattr(pieces, "CACHE_BYTES", 2**12)  # the slice that is normalised is small beside any real stack
     matrices = [matrix(i, *shape, dtype=stored) for i in range(3)]
     stack = 3 * shape[0] * shape[1] * torch.float32.itemsize
     ratio = min(shape) / max(shape)
     limit = 2 + 2 * ratio if name == "gram_ns5" and ratio <= 0.5 else 2 + ratio
-    for dtype, factor in ((torch.float32, limit), (torch.bfloat16, 1.5)):
+    for dtype, factor in ((torch.float32, limit), (torch.bfloat16, limit / 2)):
         if dtype == torch.bfloat16 and name == "gram_ns5":
             continue
         peak = peak_bytes(lambda dtype=dtype: orthogonalize_all(matrices, name, dtype=dtype))
-        assert factor - 0.5 < peak / stack < factor + 0.15  # oneDNN reorders one matrix at a time
+        assert factor <= peak / stack < factor + 0.15  # oneDNN reorders one matrix at a time
 
 
 # -- errors -------------------------------------------------------------------------------------------------------

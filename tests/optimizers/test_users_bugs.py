@@ -54,11 +54,17 @@ def normalised(monkeypatch):
     """Shapes of the matrices of each call of Newton–Schulz."""
     calls = []
 
-    def count(matrices, *rest):
-        calls.append([tuple(m.shape) for m in matrices])
-        return orthogonalize_all(matrices, *rest)
+    def counting(name):
+        real = getattr(directions, name)
 
-    monkeypatch.setattr(directions, "orthogonalize_all", count)
+        def count(matrices, *rest):
+            calls.append([tuple(m.shape) for m in matrices])
+            return real(matrices, *rest)
+
+        monkeypatch.setattr(directions, name, count)
+
+    counting("orthogonalize_all")
+    counting("orthogonalize_pieces")
     return calls
 
 
@@ -233,11 +239,11 @@ def test_any_dtypes_of_weight_gradient_and_state_go_together(cls, stored, gradie
 def test_no_stack_has_as_many_elements_as_a_32_bit_offset_can_count(monkeypatch):
     sizes = []
 
-    def consume(owned, schedule, eps, dtype):
-        sizes.append(owned[0].numel())
-        return owned.pop().to(dtype)
+    def orthogonal(stack, schedule, eps, dtype):
+        sizes.append(len(stack) * 4096 * 11008)
+        return torch.empty(len(stack), 4096, 11008, device="meta", dtype=dtype)
 
-    monkeypatch.setattr(newton_schulz, "_consume", consume)
+    monkeypatch.setattr(newton_schulz, "_orthogonal", orthogonal)
     matrices = [torch.empty(4096, 11008, device="meta", dtype=torch.bfloat16) for _ in range(100)]
     for dtype in (torch.float32, torch.bfloat16):
         assert len(orthogonalize_all(matrices, dtype=dtype)) == 100
@@ -323,13 +329,14 @@ def test_a_step_never_reads_a_tensor_back(cls):
 
 
 def test_matrices_of_one_shape_are_orthogonalised_in_one_stack(monkeypatch):
-    stacks, consume = [], newton_schulz._consume
+    stacks, orthogonal = [], newton_schulz._orthogonal
 
-    def counted(owned, *rest):
-        stacks.append(tuple(owned[0].shape))
-        return consume(owned, *rest)
+    def counted(matrices, *rest):
+        (shape,) = {matrix.shape for matrix in matrices}
+        stacks.append((len(matrices), *shape))
+        return orthogonal(matrices, *rest)
 
-    monkeypatch.setattr(newton_schulz, "_consume", counted)
+    monkeypatch.setattr(newton_schulz, "_orthogonal", counted)
     shapes = [(8, 6)] * 5 + [(6, 8)] * 3
     together = updates(Muon(parameters(*shapes), lr=1.0), [values(i, *s) for i, s in enumerate(shapes)])
     assert stacks == [(5, 8, 6), (3, 6, 8)]
