@@ -18,7 +18,7 @@ Source: Dao-AILab/gram-newton-schulz.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -43,10 +43,9 @@ def gram_iterate_(
     """
     k, s, long = x.shape
     rows, y = schedule.rows, torch.empty_like(x) if y is None else y
+    restarts = _RESTARTS if restarts is None else restarts
     q, t = x.new_empty(k, s, s), x.new_empty(k, s, s)
-    if restarts is None:
-        restarts = range(2, len(rows), 3)
-    for start, stop in pairwise((0, *restarts, len(rows))):
+    for start, stop in _segments(len(rows), restarts):
         # Between two products with the long side, the buffer of the next iterate is free for R and Z.
         spare = y.view(-1)[: 2 * k * s * s] if long >= 2 * s else x.new_empty(2 * k * s * s)
         r, z = spare.view(2, k, s, s).unbind()
@@ -54,6 +53,24 @@ def gram_iterate_(
         torch.bmm(_left_factor_(r, z, q, t, rows[start:stop]), x, out=y)
         x, y = y, x
     return x
+
+
+_RESTARTS = range(2, 100, 3)
+
+
+def gram_flops(schedule: Schedule, s: int, long: int) -> int:
+    """FLOPs of the products of ``gram_iterate_`` on one matrix."""
+    count = 0
+    for start, stop in _segments(len(schedule.rows), _RESTARTS):
+        rows = schedule.rows[start:stop]
+        small = sum(c != 0 for _, _, c in rows) + 3 * (len(rows) - 1)  # Z; Q except at first, R twice except at last
+        count += 2 * (2 * s * s * long) + small * 2 * s**3
+    return count
+
+
+def _segments(iterations: int, restarts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last iteration between restarts."""
+    return pairwise((0, *(r for r in restarts if r < iterations), iterations))
 
 
 def _left_factor_(r: Tensor, z: Tensor, q: Tensor, t: Tensor, rows: Sequence[Coefficients]) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .coefficients import NS5, AnyCoefficients, Schedule, is_gram, needs_full_precision, resolve
-from .gram import check_gram, gram_iterate_
+from .gram import check_gram, gram_flops, gram_iterate_
 from .pieces import Pieces, copy_parts, load, norm_dtype, places
 
 STACK_BYTES = 256 * 2**20
@@ -157,13 +157,26 @@ def _orthogonal(matrices: Sequence[Pieces], schedule: Schedule, eps: float, dtyp
     load(matrices, x, y, eps)
     if short == 1:
         return x.view(k, m, n)
-    # Below twice as long as wide, the Gram form gains nothing and needs more memory.
-    iterate = gram_iterate_ if schedule.gram and long >= 2 * short else iterate_
-    found = iterate(x, schedule, y)
+    found = (gram_iterate_ if _takes_gram(schedule, short, long) else iterate_)(x, schedule, y)
     if m <= n:
         return found
     free = y if found is x else x
     return free.view(k, m, n).copy_(found.mT)
+
+
+def _takes_gram(schedule: Schedule, short: int, long: int) -> bool:
+    """Below twice as long as wide, the Gram form gains nothing and needs more memory."""
+    return schedule.gram and long >= 2 * short
+
+
+def flops(schedule: Schedule, m: int, n: int) -> int:
+    """FLOPs of the products that orthogonalise an m×n matrix; none if it is a row or a column."""
+    short, long = sorted((m, n))
+    if short <= 1:
+        return 0
+    if _takes_gram(schedule, short, long):
+        return gram_flops(schedule, short, long)
+    return sum(4 * short * short * long + 2 * short**3 * (c != 0) for _, _, c in schedule.rows)
 
 
 def iterate_(x: Tensor, schedule: Schedule, y: Tensor | None = None) -> Tensor:

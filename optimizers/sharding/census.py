@@ -1,4 +1,4 @@
-"""Counts collectives and the bytes that this rank sends."""
+"""Counts collectives, the bytes that this rank sends, and the FLOPs of its matrix products."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 
 class census(TorchDispatchMode):
@@ -20,12 +21,17 @@ class census(TorchDispatchMode):
     model, with N ranks: all-gather (N−1)·input, reduce-scatter and all-to-all (N−1)/N·input, all-reduce
     2(N−1)/N·input; broadcast input and scatter (N−1)/N·input, on their root alone; reduce and gather input, on all
     but their root; else input.
+
+    ``c.flops`` are those of the products that this rank computes, 2·m·k·n for [m, k] times [k, n], and of whatever else
+    ``torch.utils.flop_counter`` has a formula for; elementwise work is not counted. All counts hold for real tensors,
+    for fake ones (enter ``FakeTensorMode`` before the census) and for fake process groups.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.bytes_sent = 0
+        self.flops = 0
 
     @property
     def collectives(self) -> int:
@@ -42,7 +48,11 @@ class census(TorchDispatchMode):
             if "process_group" in given or "group_name" in given:  # a wait, for instance, names no group
                 self.calls[name] += 1
                 self.bytes_sent += _bytes_sent(name, given)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
+        return result
 
 
 _FROM_ROOT = ("broadcast_", "broadcast", "scatter_")

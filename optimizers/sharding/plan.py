@@ -149,6 +149,10 @@ class GatherBucket:
         """Elements that each rank sends: as many as the rank with most of them holds, and at least one."""
         return max(1, *(sum(c.elements(rank) for c in self.cargo) for rank in range(self.ranks)))
 
+    def owned(self, rank: int) -> list[Cargo]:
+        """The matrices that a rank orthogonalises: all."""
+        return list(self.cargo)
+
     @property
     def share_bytes(self) -> int:
         """Bytes that each rank sends."""

@@ -38,13 +38,15 @@ class Placed:
 class Plan:
     """What an optimizer will do on every rank; ``summary()`` prints it.
 
-    FLOPs are those of Newton–Schulz: 2·(2s²l + s³) for each quintic iteration of an s×l matrix, and three for each
-    element of a row step. Elementwise algorithms are not counted. ``ranks``: all that the plan names.
+    FLOPs are those of the products of Newton–Schulz, as ``census`` counts them: 2·(2s²l + s³) for each quintic
+    iteration of an s×l matrix; and three for each element of a row step. Elementwise algorithms are not counted.
+    ``ranks``: all that the plan names. ``groups``: a line on each that says what it is.
     """
 
     ranks: tuple[int, ...]
     loads: tuple[Load, ...]
     buckets: tuple[Placed, ...]
+    groups: tuple[str, ...] = ()
 
     def flops(self, kind: str, offset: int = 0) -> Counter[int]:
         """FLOPs by global rank of a step of that kind, summed over groups."""
@@ -55,9 +57,10 @@ class Plan:
         return self._sum("bytes_sent", kind, offset)
 
     def summary(self) -> str:
-        """A table of steps, one of buckets, and the matrices of each owner."""
-        lines = _table([("step", "GFLOP max", "mean", "max/mean", "MB sent max", "mean", "max/mean"), *self._steps()])
-        rows = [("bucket", "group", "exchange", "matrices", "MB a rank", "dtype", "ranks")]
+        """A line for each group, a table of steps, one of buckets, and the matrices of each owner."""
+        lines = [*self.groups, ""] if self.groups else []
+        lines += _table([("step", "GFLOP max", "mean", "max/mean", "MB sent max", "mean", "max/mean"), *self._steps()])
+        rows = [("bucket", "group", "exchange", "matrices", "MB, all ranks", "a rank", "dtype", "ranks")]
         owned: dict[int, list[str]] = {rank: [] for rank in self.ranks}
         for number, placed in enumerate(self.buckets):
             bucket = placed.bucket
@@ -65,12 +68,13 @@ class Plan:
             for i, name in enumerate(placed.names):
                 for rank in placed.ranks if owners is None else [placed.ranks[owners[i]]]:
                     owned[rank].append(name)
-            most = max(sum(c.elements(r) for c in bucket.cargo) for r in range(bucket.ranks)) * bucket.dtype.itemsize
+            held = [sum(c.elements(r) for c in bucket.cargo) * bucket.dtype.itemsize for r in range(bucket.ranks)]
+            everyone = sum(c.shape[0] * c.shape[1] for c in bucket.cargo) * bucket.dtype.itemsize
             exchange = "gather" if owners is None else "owner"
             dtype = str(bucket.dtype).removeprefix("torch.")
             rows.append(
-                (str(number), str(placed.group), exchange, str(len(bucket.cargo)), f"{most / 1e6:.2f}", dtype,
-                 str(bucket.ranks))
+                (str(number), str(placed.group), exchange, str(len(bucket.cargo)), f"{everyone / 1e6:.2f}",
+                 f"{max(held) / 1e6:.2f}", dtype, str(bucket.ranks))
             )  # fmt: skip
         lines += ["", *_table(rows)] if self.buckets else ["", "no matrix travels"]
         lines += ["", *(f"rank {rank} owns {len(names)}: {_some(names)}" for rank, names in owned.items() if names)]

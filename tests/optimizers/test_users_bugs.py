@@ -381,6 +381,35 @@ def test_the_printed_plan_names_what_travels_in_which_dtype_and_how_often(fake_r
     weight = nn.Parameter(distribute_tensor(values(0, 64, 32), mesh, [Shard(0)], src_data_rank=None))
     for dtype, name, size in ((None, "bfloat16", 2), (torch.float32, "float32", 4)):
         plan = MuonBP([weight], wire_dtype=dtype, period=5).plan
-        assert name in plan.summary()
+        (group,) = (line for line in plan.summary().splitlines() if line.startswith("group 0"))
+        assert f"wire dtype {name}" in group and "period 5" in group and "exchange owner" in group
         assert plan.bytes_sent("refresh").total() == 2 * size * 64 * 32 * 3 // 4
         assert plan.bytes_sent("other").total() == 0
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "said"),
+    [
+        (Muon, {}, "muon; period 1 (exact: whole matrices in every step); wire dtype bfloat16; exchange owner"),
+        (
+            MuonBP,
+            {"block_grid": (2, 1), "phase": 3},
+            "muon_bp; period 5 (whole matrices every 5 steps, block steps between), phase 3; wire dtype bfloat16; "
+            "exchange owner; blocks 2 × 1 a matrix",
+        ),
+        (MuonBP, {"period": 1}, "period 1 (exact: whole matrices in every step), phase 0"),
+        (
+            PeriodicRowMuon,
+            {"stagger": True, "exchange": "gather", "wire_dtype": torch.float32},
+            "periodic_row_muon; period 3 (whole matrices every 3 steps, row steps between), phase 0, staggered over "
+            "the period; wire dtype float32; exchange gather",
+        ),
+        (BlockMuon, {}, "block_muon; period inf (block steps only); blocks are the shards"),
+        (PeriodicRowMuon, {"period": math.inf}, "periodic_row_muon; period inf (row steps only)"),
+        (AdamW, {}, "adamw; elementwise"),
+    ],
+)
+def test_the_printed_plan_names_the_mode_of_every_group(cls, options, said):
+    plan = cls(parameters((8, 6)), **options).plan.summary()
+    (line,) = (line for line in plan.splitlines() if line.startswith("group 0: "))
+    assert said in line
