@@ -227,11 +227,17 @@ def measure_overlap(bench: Bench) -> Iterator[Row]:
         params[-1].grad = gradient
     first = 0.0
     for flights in (1, 2, 3):
-        optimizer = Muon(params, bucket_bytes=2 * side * side, max_in_flight=flights)
+        optimizer = Muon(params, bucket_bytes=2 * side * side * bench.ranks, max_in_flight=flights)
         seconds = bench.seconds(optimizer.step, 3 if bench.quick else 7)
         first = first or seconds
-        saved = "" if flights == 1 else f", {100 * (1 - seconds / first):.0f} % less than with 1"
-        yield Row("overlap", f"{flights} in flight", f"{1e3 * seconds:.2f} ms{saved}")
+        beside = "" if flights == 1 else f", {compared(seconds, first)} with 1"
+        yield Row("overlap", f"{flights} in flight", f"{1e3 * seconds:.2f} ms{beside}")
+
+
+def compared(seconds: float, base: float) -> str:
+    """How a time stands to another: ``30 % less than``, ``5 % more than``, ``as long as``."""
+    change = round(100 * (seconds / base - 1))
+    return f"{abs(change)} % {'less' if change < 0 else 'more'} than" if change else "as long as"
 
 
 def measure_newton_schulz(bench: Bench) -> Iterator[Row]:
@@ -267,7 +273,14 @@ class Parser(argparse.ArgumentParser):
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read and check the command line."""
-    parser = Parser(prog="optimizers.selfcheck", description=__doc__)
+    what, _, more = __doc__.partition(": ")
+    command, _, more = more.partition("\n\n")
+    parser = Parser(
+        prog="optimizers.selfcheck",
+        usage=f"{command} [--device {{auto,cpu,cuda}}] [--quick]",
+        description=f"{what}.\n\n{more}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--quick", action="store_true", help="all checks, measurements of small things only")
     chosen = parser.parse_args(arguments)

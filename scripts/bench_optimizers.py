@@ -68,7 +68,7 @@ def settings_of(chosen: argparse.Namespace) -> Any:
         raise ValueError("--compile: these optimizers have no compiled form")
     device = "cuda" if chosen.device != "cpu" and devices >= chosen.ranks else "cpu"
     steps, blocks, width = (chosen.steps, chosen.blocks, 512) if not chosen.smoke else (LONGEST_PERIOD, 4, 32)
-    return Settings(chosen.ranks, steps, blocks, width, device, chosen.compile, not chosen.no_peers)
+    return Settings(chosen.ranks, steps, blocks, width, device, chosen.compile, not chosen.no_peers, chosen.smoke)
 
 
 def run(settings: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 import bench_optimizers
-from optimizer_bench import contenders, link, probes
+from optimizer_bench import contenders, link, probes, report
 from optimizer_bench.problem import Settings
 from optimizer_bench.timing import Sample
 
@@ -64,6 +64,15 @@ def test_bytes_are_exact(smoke):
         assert row(result, name)["bytes_sent_by_step"] == [0]
     figures = {f["name"]: f for f in result["figures"]}
     assert all(f["met"] for name, f in figures.items() if "bytes" in name)
+
+
+def test_a_smoke_run_judges_counts_alone(smoke):
+    result, shown = smoke
+    assert result["config"]["smoke"] is True and "missed" not in shown
+    assert {f["met"] for f in result["figures"] if "bytes" not in f["name"]} == {None}
+    measured = {**result, "config": {**result["config"], "smoke": False}}
+    judged = [f for f in report.figures(measured) if f["required"] is not None]
+    assert len(judged) > 8 and all(f["met"] in (True, False) for f in judged)
 
 
 def test_probes_say_what_they_saw(smoke):

@@ -15,13 +15,13 @@ SECONDS_PER_BYTE = 0.030 / (4 * 2**20)
 class SlowWork:
     """A ``Work`` that completes when the real one has and the link has had its time. All else is the real one's."""
 
-    def __init__(self, work: Any, ready: float) -> None:
-        self._work, self._ready = work, ready
+    def __init__(self, work: Any, ready: float, rest: float = 0.0) -> None:
+        self._work, self._ready, self._rest = work, ready, rest
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         """Wait for both."""
         result = self._work.wait(*args, **kwargs)
-        time.sleep(max(0.0, self._ready - time.monotonic()))
+        time.sleep(max(self._rest, self._ready - time.monotonic()))
         return result
 
     def is_completed(self) -> bool:
@@ -33,10 +33,11 @@ class SlowWork:
 
 
 @contextmanager
-def slow_link(seconds_per_byte: float = SECONDS_PER_BYTE) -> Iterator[list[int]]:
+def slow_link(seconds_per_byte: float = SECONDS_PER_BYTE, rest: float = 0.0) -> Iterator[list[int]]:
     """Delay every asynchronous ``all_to_all_single`` inside by the bytes of its larger buffer; yields those bytes.
 
-    Transfers do not queue behind each other: what is measured is whether work goes on while one is under way.
+    Transfers do not queue behind each other: what is measured is whether work goes on while one is under way. Every
+    wait takes ``rest`` seconds more at least.
     """
     real, seen = dist.all_to_all_single, []
 
@@ -46,7 +47,7 @@ def slow_link(seconds_per_byte: float = SECONDS_PER_BYTE) -> Iterator[list[int]]
             return None
         size = max(output.nbytes, input.nbytes)
         seen.append(size)
-        return SlowWork(work, time.monotonic() + size * seconds_per_byte)
+        return SlowWork(work, time.monotonic() + size * seconds_per_byte, rest)
 
     dist.all_to_all_single = delayed
     try:

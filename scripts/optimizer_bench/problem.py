@@ -17,7 +17,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Settings:
-    """One command's settings, sent to every rank."""
+    """One command's settings, sent to every rank. ``smoke``: times and memory mean nothing, only counts do."""
 
     ranks: int
     steps: int
@@ -26,6 +26,7 @@ class Settings:
     device: str
     compile: bool
     peers: bool
+    smoke: bool = False
 
     @property
     def shapes(self) -> list[Shape]:

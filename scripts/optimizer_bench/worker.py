@@ -107,6 +107,7 @@ def config(settings: Settings) -> dict[str, Any]:
         "shapes": settings.shapes,
         "elements": settings.elements,
         "compile": settings.compile,
+        "smoke": settings.smoke,
     }
 
 

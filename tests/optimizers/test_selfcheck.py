@@ -103,6 +103,19 @@ def test_a_bad_argument_is_one_line(capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_help_is_in_lines_that_end_where_they_should(capsys):
+    with pytest.raises(SystemExit) as ended:
+        selfcheck.parse(["--help"])
+    said = capsys.readouterr().out.splitlines()
+    command = "torchrun --nproc-per-node N -m optimizers.selfcheck [--device {auto,cpu,cuda}] [--quick]"
+    assert ended.value.code == 0 and said[:3] == [f"usage: {command}", "", "Checks these optimizers on a machine."]
+
+
+def test_a_time_is_compared_in_words_that_fit_its_sign():
+    found = [selfcheck.compared(seconds, 10.0) for seconds in (7.0, 13.0, 10.01)]
+    assert found == ["30 % less than", "30 % more than", "as long as"]
+
+
 def test_it_imports_torch_and_optimizers_alone():
     source = Path(selfcheck.__file__).read_text()
     imported = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE))
