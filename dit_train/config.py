@@ -129,7 +129,7 @@ class MuonConfig:
     exchange: Literal["owner", "gather"] = "owner"
     """Refreshes by all-to-all to one owner a matrix, or (as published) by all-gather, every rank orthogonalising."""
     bucket_mib: float | None = None
-    """Largest bucket of one rank's shards that travels at once, in MiB; null: 64 at most and at least 4 buckets."""
+    """Largest bucket that travels at once, shards of all ranks together, in MiB; null: at most 64 for each rank."""
     adamw: AuxiliaryAdamW = field(default_factory=AuxiliaryAdamW)
 
 

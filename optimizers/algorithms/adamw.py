@@ -79,7 +79,7 @@ class AdamW(Driver):
         betas: (β₁, β₂), each in [0, 1).
         eps: ε ≥ 0, added to the square root.
         weight_decay: λ ≥ 0, decoupled.
-        bucket_bytes: how much of one rank's shards is updated at a time; ``auto`` is 64 MiB.
+        bucket_bytes: how much is updated at a time, shards of all ranks together; ``auto`` is 64 MiB of this rank's.
         max_in_flight: buckets in flight on a refresh, for groups of another algorithm.
 
     Raises:

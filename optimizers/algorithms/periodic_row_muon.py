@@ -72,8 +72,9 @@ class PeriodicRowMuon(Driver):
             stay at home are rounded to it as well, so the result does not depend on the number of ranks.
         exchange: ``owner``: each matrix travels to one rank, which orthogonalises it, and back. ``gather``: every rank
             gathers every matrix and orthogonalises its own copy, the published form.
-        bucket_bytes: how much of one rank's shards travels or is updated at a time; ``auto`` is at most 64 MiB, and
-            less to have four buckets on their way.
+        bucket_bytes: how much travels or is updated at a time: the shards of all ranks together, in the wire dtype.
+            ``auto`` gives each rank a share of at most 64 MiB, so it grows with the number of ranks, and less to have
+            four buckets on their way, but room for a matrix a rank.
         max_in_flight: buckets in flight on a refresh.
         process_group: ranks that each hold the same plain (not DTensor) parameters and gradients, as under DDP: they
             deal the matrices of a refresh among them instead of all doing the same work. None: each works alone.

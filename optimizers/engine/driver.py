@@ -49,7 +49,8 @@ class Driver(torch.optim.Optimizer):
             ``weight_decay`` default to those given here, other options to those of the group's algorithm.
         algorithm: of groups that name none.
         options: of ``algorithm``, complete.
-        bucket_bytes: how much of one rank's shards travels or is updated at a time.
+        bucket_bytes: how much travels or is updated at a time: the shards of all ranks together, in the dtype in which
+            they travel, or in their own where nothing does.
         max_in_flight: buckets in flight on a refresh.
         process_group: of ranks that each hold the same plain tensors and gradients, and deal their matrices to owners.
 

@@ -190,9 +190,10 @@ def _check_splits(group: Mapping[str, Any], where: str) -> None:
 
 def _local_jobs(number: int, members: list[Member], bucket_bytes: BucketBytes, offset: int) -> list[Job]:
     jobs: list[Job] = []
-    filled, limit = 0, BUCKET_BYTES if bucket_bytes == "auto" else bucket_bytes
+    filled, auto = 0, bucket_bytes == "auto"
+    limit = BUCKET_BYTES if auto else bucket_bytes
     for p, name, layout in members:
-        size = local(p.detach()).nbytes
+        size = local(p.detach()).nbytes if auto else p.numel() * p.element_size()
         if not jobs or filled + size > limit:
             jobs.append(Job(number, offset=offset))
             filled = 0

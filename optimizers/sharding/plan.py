@@ -191,8 +191,8 @@ class Planner:
         """Buckets of at most ``bucket_bytes`` of all ranks' shards together, but at least one matrix.
 
         With N shards of a matrix, no rank holds more than a share of bucket_bytes / N of a bucket, nor owns more,
-        unless by a single matrix. Matrices are ordered by their work, so equal shapes meet in a bucket, and by when their
-        owners come to them, so each bucket by itself is balanced if it has room for a matrix a rank.
+        unless by a single matrix. Matrices are ordered by their work, so equal shapes meet in a bucket, and by when
+        their owners come to them, so each bucket by itself is balanced if it has room for a matrix a rank.
         """
         return self.plan_all([(cargo, dtype)])[0]
 
