@@ -343,12 +343,13 @@ def case_no_collective_hides_in_newton_schulz_and_no_rank_does_more_than_its_sha
 
 
 def case_a_refresh_needs_memory_for_its_buckets_and_not_for_the_momentum():
-    n, bucket = dist.get_world_size(), 240 * 256 * 2  # bytes of one matrix, and of the shards of n
+    n, bucket = dist.get_world_size(), 240 * 256 * 2  # one matrix
     params = parameters([(240, 256)] * 32, Shard(0))
     optimizer = Muon(params, bucket_bytes=bucket, max_in_flight=2)
     set_gradients(params, 0, Shard(0))
     optimizer.step()
-    # 2·2 + 6 buckets, and one matrix for what oneDNN reorders
+    # Above the bound, since oneDNN reorders a matrix, and gloo's thread frees some buffers unseen by the profiler;
+    # tests/optimizers/test_refresh_memory.py is exact.
     assert peak_bytes(optimizer.step) <= 11 * bucket < 4 * 32 * 240 * 256 / n
 
 

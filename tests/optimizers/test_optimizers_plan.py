@@ -32,6 +32,31 @@ def test_every_matrix_travels_once_without_padding(ranks):
         assert list(bucket.owners) == sorted(bucket.owners)
 
 
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, ()), (3, ()), (8, ()), (4, (0, 0, 1, 1))])
+def test_no_rank_holds_or_owns_more_than_its_share_of_a_bucket_unless_by_one_matrix(ranks, replicas):
+    shapes = [(96, 16)] * (ranks + 1) + [(24, 16)] * 23 + [(7, 5), (1, 9)] * 3
+    shards = ranks // len(set(replicas or (0,)))
+    items = [Cargo(i, shape, chunk_rows(shape[0], shards)) for i, shape in enumerate(shapes)]
+    for item in items:
+        object.__setattr__(item, "shares", item.shares * (ranks // shards))
+    for limit in (1, 2000, 12000):
+        buckets = Planner(ranks, limit, replicas).plan(items, torch.bfloat16)
+        assert sorted(c.index for b in buckets for c in b.cargo) == list(range(len(shapes)))
+        for bucket in buckets:
+            held = [2 * sum(row) for row in bucket.home]
+            assert max(held) * shards <= limit or len(bucket.cargo) == 1
+            for rank in range(ranks):
+                sent = 2 * sum(row[rank] for row in bucket.home)
+                assert sent * shards <= limit or len(bucket.owned(rank)) == 1
+            assert bucket.share_bytes == max(*held, *(2 * sum(column) for column in zip(*bucket.home, strict=True)))
+
+
+def test_auto_has_room_for_a_matrix_a_rank():
+    ranks = 64
+    buckets = Planner(ranks, "auto").plan(cargo([(1024, 2048)] * ranks * 2, ranks), torch.bfloat16)
+    assert [sorted(bucket.owners) for bucket in buckets] == [list(range(ranks))] * 2
+
+
 def test_bytes_of_a_balanced_refresh_follow_the_formula():
     ranks, shapes = 4, [(16, 8)] * 8
     (bucket,) = Planner(ranks, 2**26).plan(cargo(shapes, ranks), torch.float32)
@@ -83,10 +108,13 @@ def test_each_bucket_of_a_stack_keeps_the_ranks_of_all_shards_busy_and_holds_wha
 def test_bucket_k_plus_one_is_out_and_k_minus_one_on_its_way_home_while_k_is_at_its_turn():
     events = []
     log = lambda kind: lambda item: events.append(f"{kind}{item}") or item  # noqa: E731
-    for in_flight in (1, 2):
+    for in_flight in (1, 2, 3):
         pipeline(range(4), log("out"), log("turn"), log("land"), in_flight, lambda: events.append("meanwhile"))
         if in_flight == 1:
             assert events == "out0 meanwhile turn0 land0 out1 turn1 land1 out2 turn2 land2 out3 turn3 land3".split()
+        elif in_flight == 3:  # more travel out, but one home
+            expected = "out0 out1 out2 meanwhile turn0 out3 turn1 land0 turn2 land1 turn3 land2 land3"
+            assert events == expected.split()
         else:
             assert events == ("out0 out1 meanwhile turn0 out2 turn1 land0 out3 turn2 land1 turn3 land2 land3".split())
         events.clear()
