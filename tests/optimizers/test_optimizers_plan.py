@@ -99,7 +99,7 @@ def test_a_matrix_that_ranks_hold_whole_is_dealt_among_them_and_travels_home_onl
 
 
 def test_each_bucket_of_a_stack_keeps_the_ranks_of_all_shards_busy_and_holds_what_it_may():
-    planner = Planner(8, 2 * 16 * 8 * 2, (0, 0, 0, 0, 1, 1, 1, 1))  # two matrices of a rank's shards
+    planner = Planner(8, 4 * 2 * 16 * 8 * 2, (0, 0, 0, 0, 1, 1, 1, 1))  # two matrices in each of four shards
     buckets = planner.plan(experts(32, 4, 2), torch.bfloat16)
     assert [len(bucket.cargo) for bucket in buckets] == [8] * 4
     assert all(len(set(bucket.work)) == 1 for bucket in buckets)
