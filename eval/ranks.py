@@ -1,4 +1,7 @@
-"""Which rank this is, and how rows that lie on many ranks come together in one order."""
+"""Which rank this is, how rows that lie on many ranks come together in one order, and what one rank does for all."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +46,39 @@ def gather(rows: Tensor, indices: Tensor, group: dist.ProcessGroup | None = None
     if (indices[1:] == indices[:-1]).any():
         raise ValueError("a sample index occurs twice: every image must be counted once")
     return rows[order], indices
+
+
+def from_main(compute: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+    """What ``compute()`` returns on rank 0, on every rank; it is called once every rank has come here.
+
+    For what only one rank may do, such as listing a folder and deciding by it. The result is small and picklable.
+
+    Raises:
+        Exception: what ``compute`` raised, on rank 0; elsewhere a ValueError if it was one, else a RuntimeError, with
+            the same text. So all raise or none does.
+    """
+    rank, ranks = world(group)
+    if ranks == 1:
+        return compute()
+    device = communication_device(group)
+    arrived = torch.ones(1, device=device)
+    dist.all_reduce(arrived, group=group)
+    arrived.item()  # on a GPU only this waits for the others
+    told: list[Any] = [None, None]
+    cause = None
+    if rank == 0:
+        try:
+            told[0] = compute()
+        except Exception as error:  # whatever it is, the others wait to hear of it
+            cause = error
+            told[1] = (isinstance(error, ValueError), f"{error}" or type(error).__name__)
+    dist.broadcast_object_list(told, group=group, device=device, group_src=0)
+    if cause is not None:
+        raise cause
+    if told[1] is not None:
+        refused, text = told[1]
+        raise ValueError(text) if refused else RuntimeError(f"on rank 0: {text}")
+    return told[0]
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:

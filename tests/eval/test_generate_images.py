@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from eval.generate import generate, quantize
+from eval.generate import QUANTIZERS, generate, quantize
 
 
 def image_of(indices):
@@ -20,15 +20,43 @@ def test_rounds_to_the_nearest_level_and_returns_every_level():
     assert quantize(torch.tensor([1.0, -1.0], dtype=torch.bfloat16)).tolist() == [255, 0]
 
 
+EDGES = [-1.2, -1.0, -0.1, 0.0, 0.9961, 1.0, 1.004, 1.01]
+
+
+@pytest.mark.parametrize(
+    ("rule", "levels"),
+    [
+        ("round", [0, 0, 115, 128, 255, 255, 255, 255]),  # -0.1 is 114.75, 0 is 127.5, 0.9961 is 254.503
+        ("adm", [0, 0, 115, 128, 255, 255, 255, 255]),
+        ("edm", [0, 0, 115, 128, 255, 255, 255, 255]),
+        ("truncate", [0, 0, 114, 127, 254, 255, 255, 255]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_named_rule_at_its_edges(rule, levels, dtype):
+    assert quantize(torch.tensor(EDGES, dtype=dtype), rule).tolist() == levels
+    assert quantize(torch.tensor([1.0, -1.0], dtype=torch.bfloat16), rule).tolist() == [255, 0]
+
+
+def test_the_rules_that_round_differ_in_nothing_but_ties_and_truncation_by_half_a_level():
+    x = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    made = {rule: quantize(x, rule).float() for rule in QUANTIZERS}
+    assert (made["round"] != made["adm"]).sum() < 10 and torch.equal(made["adm"], made["edm"])
+    assert (made["round"] - made["truncate"]).mean() == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("rule", QUANTIZERS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nan_is_not_a_grey_level(bad):
+def test_nan_is_not_a_grey_level(bad, rule):
     with pytest.raises(ValueError, match="NaN"):
-        quantize(torch.tensor([0.0, bad]))
+        quantize(torch.tensor([0.0, bad]), rule)
 
 
-def test_integers_are_not_quantised():
+def test_integers_and_unknown_rules_are_refused():
     with pytest.raises(TypeError, match="uint8"):
         quantize(torch.zeros(2, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="no quantisation is named 'floor'; known are round, adm, edm, truncate"):
+        quantize(torch.zeros(2), "floor")
 
 
 def test_every_index_comes_once_and_every_call_has_the_same_size():
@@ -44,6 +72,21 @@ def test_every_index_comes_once_and_every_call_has_the_same_size():
     assert torch.equal(torch.cat([x for _, x in out]), image_of(wanted))
     assert sizes == [4, 4, 4]
     assert reports == [(4, 11), (8, 11), (11, 11)]
+
+
+def test_batches_that_are_done_are_left_out_and_the_others_stay_composed_as_they_were():
+    calls, reports = [], []
+
+    def images(indices):
+        calls.append(indices.tolist())
+        return image_of(indices)
+
+    wanted, done = torch.arange(11), torch.tensor([4, 5, 6, 7, 9, 500])
+    out = list(generate(images, wanted, 4, progress=lambda *counts: reports.append(counts), done=done))
+    assert calls == [[0, 1, 2, 3], [8, 9, 10, 0]]
+    assert [i.tolist() for i, _ in out] == [[0, 1, 2, 3], [8, 9, 10]]
+    assert reports == [(4, 7), (7, 7)]
+    assert not list(generate(images, wanted, 4, done=wanted)) and len(calls) == 2
 
 
 def test_float_and_misshapen_images_are_refused():
