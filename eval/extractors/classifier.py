@@ -7,6 +7,8 @@ scripts/train_classifier.py trains them, on the training split alone.
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from eval.extractors.observation import Observation
+
 
 class SmallClassifier(nn.Module):
     """Stages of two 3x3 convolutions and a 2x2 max-pool, then one hidden layer and a linear head.
@@ -20,6 +22,7 @@ class SmallClassifier(nn.Module):
         super().__init__()
         self.image_shape = (1, image_size, image_size)
         self.num_features = num_features
+        self.num_classes = num_classes
         inputs = (1, *widths[:-1])
         self.convolutions = nn.ModuleList(
             nn.Conv2d(channels, width, 3, padding=1)
@@ -42,6 +45,11 @@ class SmallClassifier(nn.Module):
     def logits(self, pixels: Tensor) -> Tensor:
         """Class scores [N, num_classes] of the same pixels."""
         return self.head(self(pixels))
+
+    def observe(self, pixels: Tensor) -> Observation:
+        """Features and class scores of the same pixels in one pass."""
+        features = self(pixels)
+        return Observation(features, logits=self.head(features))
 
 
 def digits_cnn() -> SmallClassifier:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from eval.extractors.observation import Observation
 from eval.extractors.resize import bicubic
 
 # (expansion, output channels, blocks, stride of the first block, kernel) of each stage
@@ -64,6 +65,7 @@ class EfficientNetLite0(nn.Module):
     """Images of any size are resized to ``resolution`` by bicubic; 128 suits a CPU, 224 is what it was trained on."""
 
     num_features = 1280
+    num_classes = 1000
 
     def __init__(self, resolution: int):
         super().__init__()
@@ -80,7 +82,7 @@ class EfficientNetLite0(nn.Module):
                 channels = outputs
         self._conv_head = SameConv2d(channels, self.num_features, 1)
         self._bn1 = _norm(self.num_features)
-        self._fc = nn.Linear(self.num_features, 1000)
+        self._fc = nn.Linear(self.num_features, self.num_classes)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Features [N, 1280] of fp32 pixels [N, 3, H, W] in 0..255."""
@@ -94,3 +96,8 @@ class EfficientNetLite0(nn.Module):
     def logits(self, pixels: Tensor) -> Tensor:
         """Scores [N, 1000] of the ImageNet-1k classes for the same pixels."""
         return self._fc(self(pixels))
+
+    def observe(self, pixels: Tensor) -> Observation:
+        """Features and class scores of the same pixels in one pass."""
+        features = self(pixels)
+        return Observation(features, logits=self._fc(features))

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eval.extractors.resize import tensorflow1_bilinear
+from eval.extractors.observation import Observation
+from eval.extractors.resize import bicubic, tensorflow1_bilinear
+
+RESIZES = {"tf1-bilinear-299": tensorflow1_bilinear, "bicubic-antialias-299": bicubic}
+"""The graph's own resize (protocols of ADM, EDM and torch-fidelity; the default), and clean-fid's before the graph."""
 
 Size = int | tuple[int, int]  # one side, or height and width
 
@@ -151,14 +155,20 @@ class BlockE(nn.Module):
 
 
 class FIDInception(nn.Module):
-    """Images of any size go to 2048 features, the mean over the last 8x8 grid ("pool_3")."""
+    """Images of any size go to 2048 features, the mean over the last 8x8 grid ("pool_3").
+
+    Args:
+        resize: how images come to 299x299, a key of ``RESIZES``.
+    """
 
     num_features = 2048
-    resize = "tf1-bilinear-299"
+    num_spatial = 17 * 17 * 7
+    num_classes = 1008
     image_shape = (3, None, None)
 
-    def __init__(self):
+    def __init__(self, resize: str = "tf1-bilinear-299"):
         super().__init__()
+        self.resize = resize
         self.Conv2d_1a_3x3 = Conv(3, 32, 3, stride=2)
         self.Conv2d_2a_3x3 = Conv(32, 32, 3)
         self.Conv2d_2b_3x3 = Conv(32, 64, 3, padding=1)
@@ -175,30 +185,51 @@ class FIDInception(nn.Module):
         self.Mixed_7a = BlockD(768)
         self.Mixed_7b = BlockE(1280, last=False)
         self.Mixed_7c = BlockE(2048, last=True)
+        self.fc = nn.Linear(self.num_features, self.num_classes, bias=False)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Features [N, 2048] of fp32 pixels [N, 3, H, W] in 0..255."""
-        x = (tensorflow1_bilinear(pixels, 299) - 128) / 128
+        return self._pool(self._grid(pixels))
+
+    def observe(self, pixels: Tensor) -> Observation:
+        """Features [N, 2048], spatial features [N, 2023] and bias-free logits [N, 1008] in one pass.
+
+        The spatial features are those of ADM's sFID (Nash et al. 2021): 7 channels of TensorFlow's "mixed_6/conv:0",
+        which is the ReLU after the 1x1 convolution of ``Mixed_6d``, hence the first channels of that block. They are
+        flattened as height, width, channel, TensorFlow's order: a covariance in another order is another matrix, and
+        sFID between the two reaches hundreds.
+        """
+        grid = self._grid(pixels)
+        features = self._pool(grid)
+        return Observation(features, grid[:, :7].permute(0, 2, 3, 1).flatten(1), self.fc(features))
+
+    def _grid(self, pixels: Tensor) -> Tensor:
+        """[N, 768, 17, 17] after ``Mixed_6d``."""
+        x = (RESIZES[self.resize](pixels, 299) - 128) / 128
         x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))
         x = F.max_pool2d(x, 3, stride=2)
         x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(x))
         x = F.max_pool2d(x, 3, stride=2)
         x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(x)))
-        x = self.Mixed_6e(self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x)))))
-        x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(x)))
-        return x.mean((2, 3))
+        return self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x))))
+
+    def _pool(self, grid: Tensor) -> Tensor:
+        x = self.Mixed_7a(self.Mixed_6e(grid))
+        return self.Mixed_7c(self.Mixed_7b(x)).mean((2, 3))
 
 
-def without_head(state: dict[str, Tensor], path: object) -> dict[str, Tensor]:
-    """The weights of the feature layers, once the classifier shows that they are those of the FID network.
+def without_bias(state: dict[str, Tensor], path: object) -> dict[str, Tensor]:
+    """The weights without the classifier's bias, once they show that they are those of the FID network.
 
     Raises:
-        ValueError: the classifier has not 1008 outputs, e.g. torchvision's ImageNet weights with 1000.
+        ValueError: the classifier has not 1008 outputs, or there is an auxiliary one: torchvision's ImageNet weights.
     """
     outputs = state["fc.weight"].shape[0] if "fc.weight" in state else 0
-    if outputs != 1008:
+    auxiliary = any(name.startswith("AuxLogits.") for name in state)
+    if outputs != FIDInception.num_classes or auxiliary:
+        found = f"a classifier of {outputs} outputs{' and an auxiliary one' if auxiliary else ''}"
         raise ValueError(
-            f"{path}: a classifier of {outputs} outputs, while the FID network has 1008: torchvision's ImageNet "
+            f"{path}: {found}, while the FID network has one of 1008: torchvision's ImageNet "
             "weights give other features and no FID; use pt_inception-2015-12-05-6726825d.pth"
         )
-    return {name: value for name, value in state.items() if not name.startswith("fc.")}
+    return {name: value for name, value in state.items() if name != "fc.bias"}

@@ -1,16 +1,43 @@
-"""The two ways in which published scores bring images to a network's input size. They give different scores."""
+"""The ways in which published scores bring images to a network's input size. They give different scores."""
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 def bicubic(pixels: Tensor, size: int) -> Tensor:
     """Antialiased bicubic to [N, C, size, size], clamped to 0..255, fp32 and not rounded.
 
-    Equals Pillow's float bicubic, hence clean-fid's resize (Parmar et al. 2022), to a thousandth of a grey level.
+    Equals Pillow's float bicubic, hence clean-fid's resize (Parmar et al. 2022), to a ten-thousandth of a grey level.
     """
-    return F.interpolate(pixels, (size, size), mode="bicubic", antialias=True, align_corners=False).clamp(0, 255)
+    return unclamped_bicubic(pixels, size).clamp(0, 255)
+
+
+def unclamped_bicubic(pixels: Tensor, size: int) -> Tensor:
+    """``bicubic`` whose overshoot at edges stays, so values may lie outside 0..255.
+
+    So do the codes that published FD-DINOv2 (Karras et al. 2024, EDM2) and CMMD (Jayasumana et al. 2024). It is not
+    ``interpolate(mode="bicubic", antialias=True)``, which finds its weights in fp32: up to 0.005 grey levels away.
+    """
+    height, width = pixels.shape[2:]
+    rows, columns = (_bicubic_weights(length, size, pixels.device) for length in (height, width))
+    return rows @ (pixels @ columns.T)
+
+
+@lru_cache(maxsize=16)
+def _bicubic_weights(length: int, size: int, device: torch.device) -> Tensor:
+    """What each of ``length`` pixels adds to each of ``size``: Keys' kernel (1981) with a = -1/2, fp32 [size, length].
+
+    The kernel is stretched by the factor that an image shrinks by. Beyond the border nothing is counted.
+    """
+    scale = length / size
+    centres = (torch.arange(size, dtype=torch.float64)[:, None] + 0.5) * scale
+    x = ((torch.arange(length, dtype=torch.float64) + 0.5 - centres) / max(scale, 1.0)).abs()
+    inner = 1 - 2.5 * x**2 + 1.5 * x**3
+    outer = 2 - 4 * x + 2.5 * x**2 - 0.5 * x**3
+    weights = torch.where(x < 1, inner, torch.where(x < 2, outer, 0.0))
+    return (weights / weights.sum(1, keepdim=True)).float().to(device)
 
 
 def tensorflow1_bilinear(pixels: Tensor, size: int) -> Tensor:

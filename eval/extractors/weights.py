@@ -1,7 +1,6 @@
 """Weight files: found, hashed, read, and fitted to a network with errors of one clear line."""
 
 import hashlib
-import io
 import re
 from importlib import resources
 from pathlib import Path
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 def read(path: str | Path) -> tuple[dict[str, Tensor], str]:
     """Read a state dict (``.safetensors``, or a ``torch.save`` file) and the SHA-256 of its bytes.
 
-    A file name that ends in a dash and 8 hex digits promises how the SHA-256 begins, as ``torch.hub`` names files;
-    the promise is checked. Nothing in the file is executed.
+    A file name that ends in a dash and 8 or more hex digits promises how the SHA-256 begins, as ``torch.hub`` names
+    files; the promise is checked. Nothing in the file is executed.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -24,16 +23,17 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], str]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such weight file")
-    content = path.read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    promised = re.search(r"-([0-9a-f]{8})$", path.stem)
-    if promised and promised[1] != digest[:8]:
-        raise ValueError(f"{path}: SHA-256 begins with {digest[:8]}, the name says {promised[1]}: fetch the file again")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    promised = re.search(r"-([0-9a-f]{8,64})$", path.stem)
+    if promised and not digest.startswith(promised[1]):
+        begins = digest[: len(promised[1])]
+        raise ValueError(f"{path}: SHA-256 begins with {begins}, the name says {promised[1]}: fetch the file again")
     try:
         if path.suffix == ".safetensors":
-            state = safetensors.torch.load(content)
+            state = safetensors.torch.load_file(path)
         else:
-            state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # what a damaged file makes the readers raise has no end
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path}: not a .safetensors file or a state dict saved by torch.save ({reason})") from error
@@ -59,6 +59,15 @@ def fit(network: nn.Module, state: dict[str, Tensor], path: str | Path) -> None:
             wrong = f"{len(names)} tensors are {what}, first {names[0]}"
             raise ValueError(f"{path}: not the weights of {type(network).__name__}: {wrong}")
     network.load_state_dict(state, strict=False)
+
+
+def digest(network: nn.Module) -> str:
+    """SHA-256 over the names, dtypes, shapes and bytes of a network's state, for a network that came from no file."""
+    found = hashlib.sha256()
+    for name, value in sorted(network.state_dict().items()):
+        found.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
+        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def shipped(name: str) -> Path:

@@ -13,7 +13,7 @@ from dit_train.data import sources
 from eval.extractors import NAMES, load, score_name
 from eval.extractors.efficientnet_lite import SameConv2d
 from eval.extractors.inception import FIDInception
-from eval.extractors.resize import bicubic, tensorflow1_bilinear
+from eval.extractors.resize import bicubic, tensorflow1_bilinear, unclamped_bicubic
 from eval.extractors.weights import shipped
 
 
@@ -38,7 +38,7 @@ def inception_state():
             value.mul_(6**0.5)  # He's gain: the default initialisation dies out over so many layers
         if name.endswith("running_mean"):
             value.add_(0.01)
-    return state | {"fc.weight": torch.zeros(1008, 2048), "fc.bias": torch.zeros(1008)}
+    return state | {"fc.bias": torch.ones(1008)}
 
 
 def photo(name):
@@ -138,9 +138,9 @@ def test_the_odd_row_of_same_padding_goes_below_and_to_the_right():
 
 
 def test_lite0_features_do_not_depend_on_the_batch(lite):
-    images = photo("china.jpg").unfold(2, 100, 60).unfold(3, 100, 60)[0, :, :2, :4].flatten(1, 2).transpose(0, 1)
+    images = photo("china.jpg").unfold(2, 100, 40).unfold(3, 100, 40)[0, :, :8, :8].flatten(1, 2).transpose(0, 1)
     together, alone = lite(images), torch.cat([lite(image[None]) for image in images])
-    assert together.shape == (8, 1280) and lite.name == "efficientnet-lite0@128"
+    assert together.shape == (64, 1280) and lite.name == "efficientnet-lite0@128"
     assert (together - alone).abs().max() < 1e-4
 
 
@@ -209,17 +209,100 @@ def test_inception_is_torchvisions_with_other_pools_and_resize(inception_state, 
     network.load_state_dict(inception_state)
     network.fc = torch.nn.Identity()
     network.Mixed_7c.register_forward_pre_hook(lambda *_: setattr(pools, "last", True))
+    kept = []
+    network.Mixed_6d.branch1x1.register_forward_hook(lambda module, x, y: kept.append(y))  # after its ReLU
     with torch.no_grad():
         expected = network((tensorflow1_bilinear(images.float(), 299) - 128) / 128)
-    assert expected.std() > 1e-3
-    assert (features - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert_close(features, expected)
+
+    seen = ours.observe(images)
+    assert torch.equal(seen.features, features)
+    assert seen.spatial.shape == (2, ours.num_spatial) == (2, 2023) and seen.spatial.min() == 0
+    height_width_channel = seen.spatial.view(2, 17, 17, 7)
+    for channel in range(7):
+        assert_close(height_width_channel[..., channel], kept[0][:, channel])
+    assert seen.logits.shape == (2, ours.num_classes) == (2, 1008)
+    assert_close(seen.logits, expected @ inception_state["fc.weight"].T)
+
+
+def assert_close(ours, theirs):
+    assert theirs.std() > 1e-3
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
+
+
+@pytest.fixture(scope="module")
+def inception_file(inception_state, tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "inception.pth"
+    torch.save(inception_state, path)
+    return path
+
+
+def test_clean_fids_resize_is_a_choice_that_the_name_shows(inception_file):
+    images = noise_images(2, 3, 64)[:, :, :40]
+    graph = load("inception-2015-12-05", weights=inception_file)
+    clean = load("inception-2015-12-05", weights=inception_file, resize="bicubic-antialias-299")
+    assert clean.resize == "bicubic-antialias-299" and clean.name == "inception-2015-12-05@bicubic-antialias-299"
+    assert graph.resize == "tf1-bilinear-299" and graph.name == "inception-2015-12-05"
+    again = load(clean.name, weights=inception_file)
+    assert (again.name, again.resize) == (clean.name, clean.resize)
+    same = load("inception-2015-12-05", weights=inception_file, resize="tf1-bilinear-299")
+    assert (same.name, same.resize) == (graph.name, graph.resize)
+
+    resized = torch.stack([torch.stack([pillow(channel, 299) for channel in image]) for image in images.float()])
+    features = clean(images)
+    with torch.no_grad():
+        expected = graph.network(resized.clamp(0, 255))  # at 299 the graph's own resize changes nothing
+    assert_close(features, expected)
+    assert (graph(images) - features).abs().max() > 1e-2 * features.abs().max()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"name": "inception-2015-12-05", "resize": "lanczos"},
+        {"name": "inception-2015-12-05", "resize": ""},
+        {"name": "inception-2015-12-05@tf1-bilinear-299", "resize": "bicubic-antialias-299"},
+        {"name": "inception-2015-12-05@lanczos"},
+        {"name": "inception-2015-12-05@"},
+        {"name": "digits-cnn", "resize": "tf1-bilinear-299"},
+        {"name": "efficientnet-lite0@16"},
+    ],
+)
+def test_other_resizes_are_refused(arguments, inception_file):
+    weights = inception_file if arguments["name"].startswith("inception") else None
+    with pytest.raises(ValueError, match=r"bicubic-antialias-299"):
+        load(weights=weights, **arguments)
+
+
+def test_trained_classifiers_give_their_logits_in_the_same_pass(lite):
+    digits = load("digits-cnn")
+    for extractor, images in ((digits, noise_images(3, 1, 8)), (lite, noise_images(2, 3, 32))):
+        seen = extractor.observe(images)
+        assert torch.equal(seen.features, extractor(images)) and seen.spatial is None and extractor.num_spatial == 0
+        assert torch.equal(seen.logits, extractor.network.logits(images.float()))
+        assert seen.logits.shape[1] == extractor.num_classes
 
 
 def test_torchvisions_imagenet_weights_are_not_the_fid_network(inception_state, tmp_path):
     thousand = inception_state | {"fc.weight": torch.zeros(1000, 2048), "fc.bias": torch.zeros(1000)}
     torch.save(thousand, tmp_path / "inception_v3.pth")
-    with pytest.raises(ValueError, match="1000 outputs, while the FID network has 1008"):
+    with pytest.raises(ValueError, match="1000 outputs, while the FID network has one of 1008: torchvision's ImageNet"):
         load("inception-2015-12-05", weights=tmp_path / "inception_v3.pth")
+    with torch.random.fork_rng():
+        published = theirs.Inception3(num_classes=1000, aux_logits=True, init_weights=False).state_dict()
+    torch.save(published, tmp_path / "inception_v3_google.pth")
+    with pytest.raises(ValueError, match="1000 outputs and an auxiliary one"):
+        load("inception-2015-12-05", weights=tmp_path / "inception_v3_google.pth")
+    retrained = {k: v for k, v in published.items() if not k.startswith("fc.")} | {
+        "fc.weight": torch.zeros(1008, 2048),
+        "fc.bias": torch.zeros(1008),
+    }
+    torch.save(retrained, tmp_path / "retrained.pth")
+    with pytest.raises(ValueError, match="1008 outputs and an auxiliary one, while the FID network has one"):
+        load("inception-2015-12-05", weights=tmp_path / "retrained.pth")
+    torch.save({k: v for k, v in published.items() if not k.startswith("fc.")}, tmp_path / "headless.pth")
+    with pytest.raises(ValueError, match="a classifier of 0 outputs"):
+        load("inception-2015-12-05", weights=tmp_path / "headless.pth")
 
 
 def test_a_file_that_only_bears_the_published_name_is_refused(inception_state, tmp_path):
@@ -227,6 +310,17 @@ def test_a_file_that_only_bears_the_published_name_is_refused(inception_state, t
     torch.save(inception_state, path)
     with pytest.raises(ValueError, match="the name says 6726825d"):
         load("inception-2015-12-05", weights=path)
+
+
+def test_a_longer_promise_in_the_name_is_checked_whole(tmp_path):
+    digest = load("digits-cnn").weights_sha256
+    for promise in (digest, digest[:12]):
+        shutil.copy(shipped("digits-cnn"), tmp_path / f"digits-{promise}.safetensors")
+        assert load("digits-cnn", weights=tmp_path / f"digits-{promise}.safetensors").weights_sha256 == digest
+    broken = digest[:10] + ("0" if digest[10] != "0" else "1")
+    shutil.copy(shipped("digits-cnn"), tmp_path / f"digits-{broken}.safetensors")
+    with pytest.raises(ValueError, match=f"begins with {digest[:11]}, the name says {broken}"):
+        load("digits-cnn", weights=tmp_path / f"digits-{broken}.safetensors")
 
 
 def test_missing_layers_are_named(inception_state, tmp_path):
@@ -253,12 +347,24 @@ def test_tensorflow1_resize_is_its_formula_on_images_that_are_not_square():
             assert out[i, j].item() == pytest.approx((upper + (lower - upper) * (y - top)).item(), abs=1e-3)
 
 
-def test_bicubic_is_pillows_and_never_leaves_the_range():
-    image = noise_images(1, 1, 50)
-    pillow = Image.fromarray(image[0, 0].float().numpy()).resize((20, 20), Image.Resampling.BICUBIC)
-    expected = np.array(pillow)
-    out = bicubic(image.float(), 20)
-    np.testing.assert_allclose(out[0, 0], expected.clip(0, 255), atol=2e-3)
+def pillow(channel, size):
+    """Pillow's float bicubic of fp32 [H, W] to [size, size]; it may overshoot."""
+    resized = Image.fromarray(channel.numpy()).resize((size, size), Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.array(resized))
+
+
+@pytest.mark.parametrize(
+    "height, width", [(32, 32), (40, 64), (64, 40), (128, 128), (256, 256), (300, 200), (512, 512)]
+)
+@pytest.mark.parametrize("size", [224, 299, 336])
+def test_bicubic_is_pillows(height, width, size):
+    image = noise_images(1, 1, 512)[:, :, :height, :width].float()
+    expected = pillow(image[0, 0], size)
+    assert (unclamped_bicubic(image, size)[0, 0] - expected).abs().max() < 2e-4
+    assert (bicubic(image, size)[0, 0] - expected.clamp(0, 255)).abs().max() < 2e-4
+
+
+def test_bicubic_never_leaves_the_range():
     checkers = bicubic((noise_images(1, 1, 9) > 127) * 255.0, 33)
     assert checkers.min() == 0 and checkers.max() == 255
 
@@ -266,5 +372,7 @@ def test_bicubic_is_pillows_and_never_leaves_the_range():
 def test_only_the_fid_network_at_fifty_thousand_is_called_fid():
     assert score_name("inception-2015-12-05", 50_000) == "FID"
     assert score_name("inception-2015-12-05", 10_000) == "FID-10000"
+    assert score_name("inception-2015-12-05@bicubic-antialias-299", 50_000) == "clean-FID"
+    assert score_name("inception-2015-12-05@bicubic-antialias-299", 5_000) == "clean-FID-5000"
     for name in NAMES[:3]:
         assert score_name(name, 50_000) == f"FD-{name}"
