@@ -13,10 +13,14 @@ def frechet(a: GaussianStats, b: GaussianStats) -> float:
     others. They are biased all the same: compare only distances at equal n. Computed where the sums of ``a`` lie.
 
     Raises:
-        ValueError: different numbers of features, fewer than 2 of them on a side, or NaN.
+        ValueError: different numbers of features, fewer than 2 of them on a side, or NaN; or one side's spatial
+            features are flattened in another order (``meta["layout"]``) than the other's.
     """
     if a.num_features != b.num_features:
         raise ValueError(f"cannot compare {a.num_features} features with {b.num_features}")
+    layouts = {stats.meta["layout"] for stats in (a, b) if "layout" in stats.meta}
+    if len(layouts) > 1:
+        raise ValueError(f"spatial features are flattened in different orders: {' and '.join(sorted(layouts))}")
     device = a.sum.device
     (mean_a, cov_a, root_a), (mean_b, cov_b, root_b) = (
         [x.to(device) for x in (stats.mean, stats.covariance, stats.root)] for stats in (a, b)

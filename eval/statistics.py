@@ -10,7 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from eval import statistics_file
 from eval.ranks import communication_device, world
+
+ROWS = 4096  # feature vectors converted to fp64 at once
+STRIP = 512  # rows of Σxxᵀ summed at once, each from its diagonal on: at d = 2048 five eighths of the products
 
 
 def fp64_device(device: str | torch.device) -> torch.device:
@@ -23,7 +27,11 @@ class GaussianStats:
     """Number, sum and sum of outer products of feature vectors of length d.
 
     Sums can be merged in any order and over any number of ranks; averages of per-rank scores cannot. They are kept in
-    fp64: in fp32 a mean far from zero cancels the covariance away.
+    fp64: in fp32 a mean far from zero cancels the covariance away. Of the sum of outer products only the upper triangle
+    counts; what lies below the diagonal is left unspecified.
+
+    Statistics that were read from a file without a count have ``n`` None: their mean, covariance and root are as good
+    as others, but nothing can be added to them.
 
     Args:
         num_features: d.
@@ -33,36 +41,75 @@ class GaussianStats:
 
     def __init__(self, num_features: int, device: str | torch.device = "cpu", meta: dict[str, Any] | None = None):
         self.num_features = num_features
-        self.n = 0
+        self.n: int | None = 0
         self.sum = torch.zeros(num_features, dtype=torch.float64, device=device)
         self.outer = torch.zeros(num_features, num_features, dtype=torch.float64, device=device)
         self.meta = dict(meta or {})
         self._pooled = False
         self._root: Tensor | None = None
+        self._given: tuple[Tensor, Tensor] | None = None  # mean and covariance, where the count is unknown
+
+    @classmethod
+    def of(cls, features: Tensor, device: str | torch.device | None = None) -> "GaussianStats":
+        """Statistics of features [n, d], summed on ``device``, or where the features lie if that has fp64."""
+        if features.ndim != 2:
+            raise ValueError(f"features must be [n, d], not {list(features.shape)}")
+        stats = cls(features.shape[1], fp64_device(features.device) if device is None else device)
+        stats.update(features)
+        return stats
+
+    @classmethod
+    def given(
+        cls, mean: Tensor, covariance: Tensor, n: int | None = None, meta: dict[str, Any] | None = None
+    ) -> "GaussianStats":
+        """Statistics with this mean [d] and unbiased covariance [d, d], fp64 on the device of both.
+
+        ``n`` is how many vectors they are of; None where nobody knows.
+        """
+        stats = cls(len(mean), mean.device, meta)
+        stats.n = n
+        if n is None:
+            stats._given = mean, (covariance + covariance.T) / 2
+            stats.sum.fill_(float("nan"))
+            stats.outer = stats.sum.expand(len(mean), -1)
+        else:
+            stats.sum = mean * n
+            stats.outer = covariance * (n - 1) + torch.outer(mean, stats.sum)
+        return stats
 
     def update(self, features: Tensor) -> None:
         """Add features [N, d] of any float dtype and device; N may be 0.
 
         Raises:
             ValueError: another shape than [N, d], or values that are not finite.
-            RuntimeError: the sums were pooled over ranks already.
+            RuntimeError: the sums were pooled over ranks already, or have no count.
         """
         if features.ndim != 2 or features.shape[1] != self.num_features:
             raise ValueError(f"features must be [N, {self.num_features}], not {list(features.shape)}")
-        if not torch.isfinite(features).all():
+        blocks = features.detach().to(self.sum.device).split(ROWS)
+        total = torch.stack([block.double().sum(0) for block in blocks]).sum(0)
+        if not torch.isfinite(total).all():  # d numbers to look at instead of N·d; one NaN spoils its sum
             raise ValueError("features hold NaN or infinity")
         if self._pooled:
             raise RuntimeError("these sums are pooled over all ranks already; start a new GaussianStats")
+        self._check_counted()
         self._root = None
-        x = features.to(self.sum.device).double()
-        self.n += len(x)
-        self.sum += x.sum(0)
-        self.outer += x.T @ x
+        self.n += len(features)
+        self.sum += total
+        for block in blocks:
+            add_outer(self.outer, block.double())
 
     def merge(self, other: "GaussianStats") -> None:
-        """Add the sums of ``other``, which stays as it is."""
+        """Add the sums of ``other``, which stays as it is.
+
+        Raises:
+            ValueError: unlike numbers of features.
+            RuntimeError: one of the two has no count.
+        """
         if other.num_features != self.num_features:
             raise ValueError(f"cannot merge {other.num_features} features into {self.num_features}")
+        self._check_counted()
+        other._check_counted()
         self._root = None
         self.n += other.n
         self.sum += other.sum.to(self.sum.device)
@@ -74,8 +121,9 @@ class GaussianStats:
         Does nothing without a process group.
 
         Raises:
-            RuntimeError: called twice, which would count every feature once per rank.
+            RuntimeError: called twice, which would count every feature once per rank; or they have no count.
         """
+        self._check_counted()
         if self._pooled:
             raise RuntimeError("these sums are pooled over all ranks already")
         self._pooled = True
@@ -93,6 +141,8 @@ class GaussianStats:
     @property
     def mean(self) -> Tensor:
         """Mean, fp64 [d]. Raises ValueError without features."""
+        if self._given:
+            return self._given[0]
         if self.n < 1:
             raise ValueError("a mean needs at least 1 feature vector, got 0")
         return self.sum / self.n
@@ -100,10 +150,12 @@ class GaussianStats:
     @property
     def covariance(self) -> Tensor:
         """Unbiased covariance (divisor n - 1), fp64 [d, d], exactly symmetric. Raises ValueError for n < 2."""
+        if self._given:
+            return self._given[1]
         if self.n < 2:
             raise ValueError(f"a covariance needs at least 2 feature vectors, got {self.n}")
-        scatter = self.outer - torch.outer(self.sum, self.mean)
-        return (scatter + scatter.T) / (2 * (self.n - 1))
+        upper = (self.outer - torch.outer(self.sum, self.mean)).triu_() / (self.n - 1)
+        return upper + upper.triu(1).T
 
     @property
     def root(self) -> Tensor:
@@ -126,31 +178,45 @@ class GaussianStats:
     def save(self, path: str | Path, meta: dict[str, Any] | None = None) -> None:
         """Write ``mu``, ``sigma`` (the keys of the FID tools), ``n`` and ``meta`` as JSON to an ``.npz`` file.
 
-        ``meta`` replaces the object's own. The file appears whole or not at all.
+        ``meta`` replaces the object's own. Without a count there is no ``n``. The file appears whole or not at all.
         """
         path = Path(path)
+        arrays = {"mu": self.mean.cpu().numpy(), "sigma": self.covariance.cpu().numpy()}
+        if self.n is not None:
+            arrays["n"] = np.array(self.n)
         text = json.dumps(self.meta if meta is None else meta)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         with partial.open("wb") as file:
-            np.savez(file, mu=self.mean.cpu().numpy(), sigma=self.covariance.cpu().numpy(), n=self.n, meta=text)
+            np.savez(file, **arrays, meta=np.array(text))
         partial.replace(path)
 
     @classmethod
-    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> "GaussianStats":
-        """Read what ``save`` wrote; further features may be added.
+    def load(
+        cls, path: str | Path, device: str | torch.device = "cpu", spatial: bool = False, metric: str = "fid"
+    ) -> "GaussianStats":
+        """Read what ``save`` wrote, or a reference file of another tool; see ``eval.statistics_file.read``.
+
+        ``n`` is None where the file has no count. To statistics with a count further features may be added.
+
+        Args:
+            path: ``.npz``, or ``.pkl`` of EDM2.
+            device: where they go.
+            spatial: ADM's second pair, of the spatial features of sFID, instead of the first.
+            metric: which pair of a ``.pkl``.
 
         Raises:
-            ValueError: a key is missing, or shapes do not belong together.
+            FileNotFoundError: there is no such file.
+            ValueError: not statistics; ``OnlyImagesError`` where the file holds images to extract features of.
         """
-        with np.load(path, allow_pickle=False) as file:
-            missing = {"mu", "sigma", "n", "meta"} - set(file.files)
-            if missing:
-                raise ValueError(f"{path}: no {', '.join(sorted(missing))} in it; write it with GaussianStats.save")
-            mu, sigma = (torch.from_numpy(file[key]).double().to(device) for key in ("mu", "sigma"))
-            n, meta = int(file["n"]), json.loads(str(file["meta"]))
-        if mu.ndim != 1 or sigma.shape != (len(mu), len(mu)):
-            raise ValueError(f"{path}: mu must be [d] and sigma [d, d], not {list(mu.shape)} and {list(sigma.shape)}")
-        stats = cls(len(mu), device, meta)
-        stats.n, stats.sum = n, mu * n
-        stats.outer = sigma * (n - 1) + torch.outer(mu, mu) * n
-        return stats
+        mean, covariance, n, meta = statistics_file.read(path, spatial, metric)
+        return cls.given(torch.from_numpy(mean).to(device), torch.from_numpy(covariance).to(device), n, meta)
+
+    def _check_counted(self) -> None:
+        if self.n is None:
+            raise RuntimeError("these statistics came without a count: nothing can be added to them or they to others")
+
+
+def add_outer(outer: Tensor, x: Tensor) -> None:
+    """Add xᵀx to the upper triangle of ``outer`` [d, d] in place; x is fp64 [N, d]."""
+    for start in range(0, len(outer), STRIP):
+        outer[start : start + STRIP, start:].addmm_(x[:, start : start + STRIP].T, x[:, start:])
