@@ -108,7 +108,7 @@ def _check_score(config: Config, images: sources.Summary) -> None:
     try:
         extractors.load(settings.extractor or default_extractor(config.data.source), settings.weights)(blank)
     except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(f"score.extractor: {str(error).replace('weights=FILE', '--score.weights FILE')}") from None
+        raise ConfigError(f"score.extractor: {str(error).replace('weights=', '--score.weights ')}") from None
 
 
 def _check_devices(config: Config, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""Scores of few images, protocol ``small``: Fréchet distance and KID against as many held-out real images."""
+"""Scores of generated images against real ones, as records that say everything a number depends on."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,88 +8,105 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eval.extractors import FeatureExtractor, score_name
+from eval.features import Features, check_range, extract
 from eval.frechet import frechet
-from eval.generate import Images, generate
+from eval.generate import Images
 from eval.kernel import kid
-from eval.ranks import communication_device, gather, world
-from eval.references import Reference, check_range
-from eval.statistics import GaussianStats, fp64_device
+from eval.manifold import prdc
+from eval.protocols import PROTOCOLS, Protocol
+from eval.ranks import from_main
 
 KID_SUBSETS = 100
 KID_SUBSET_SIZE = 1000
+DENSITY_NEIGHBOURS = 5
+FLOOR = ("floor", "floor_kid", "floor_draws")
+"""What the maker of a reference may put into its ``meta``: scores of other real images against it, at the same n."""
+SMALL = PROTOCOLS["small"]
 
 
 def score(
     images: Images,
     indices: Tensor,
-    reference: Reference,
+    reference: Features,
     extractor: FeatureExtractor,
     batch_size: int,
     group: dist.ProcessGroup | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    protocol: Protocol = SMALL,
 ) -> dict[str, Any]:
-    """Score the images ``indices`` against ``reference``. Every rank of ``group`` calls it and gets the same record.
+    """Score the images ``indices`` against ``reference``: ``extract`` and ``compare`` in one call.
 
-    The record is the same for any number of ranks: batches are composed alike (see ``generate``) and features are put
-    in the order of their indices before anything is summed. It holds what makes a number comparable: names, counts,
-    hashes, resize, KID's seed. The caller adds what it alone knows, such as sampler, guidance and EMA.
+    Every rank of ``group`` calls it and gets the same record, for any number of ranks to rounding of fp64 sums. What
+    ``images`` or the extractor raises on one rank alone, for example for want of memory, is raised there while the
+    others wait in a collective: let it end the process, and torchrun ends them.
 
-    The distances are computed by rank 0 on the extractor's device (``mps`` has no fp64: on the CPU); where that fails,
-    every rank raises the same error. What ``images`` or the extractor raises on one rank alone, for example for want
-    of memory, is raised there while the others wait in a collective: let it end the process, and torchrun ends them.
+    Args and raises: as ``extract`` and ``compare``; what can be refused before an image is made, is.
+    """
+    _check_seen_alike(extractor.name, extractor.weights_sha256, extractor.resize, reference)
+    _check_count(len(indices), reference, protocol)
+    protocol.check(extractor)
+    generated = extract(
+        images, indices, extractor, batch_size,
+        group=group, keep=protocol.keep, splits=protocol.splits, seed=seed, progress=progress,
+        shape=reference.meta.get("image_shape") if protocol.count is None else None,
+    )  # fmt: skip
+    return compare(generated, reference, protocol, seed, group)
+
+
+def compare(
+    generated: Features,
+    reference: Features,
+    protocol: Protocol = SMALL,
+    seed: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """The record of ``generated`` against ``reference``. Every rank of ``group`` calls it and gets the same.
+
+    Distances are computed by rank 0 where the sums of ``generated`` lie; where that fails, every rank raises the same
+    error. Metrics that need single images leave their keys out where the reference holds sums alone.
 
     Args:
-        images: int64 indices [B] to uint8 images [B, C, H, W].
-        indices: int64 [n], n equal to ``len(reference)``: a Fréchet distance is biased by about 1/n.
-        reference: held-out images, seen through the same extractor.
-        extractor: the network, the same on every rank.
-        batch_size: B, images per call; it belongs to the result as far as rounding goes.
-        group: the ranks that share the work.
+        generated: of the images to be scored.
+        reference: of real images, held out from training, seen through the same extractor; in protocol ``small`` as
+            many, since a Fréchet distance is biased by about 1/n.
+        protocol: which metrics, and what must have been the same.
         seed: of KID's subsets.
-        progress: see ``generate``.
+        group: the ranks that wait for the record.
 
     Returns:
-        JSON values; ``value`` is the Fréchet distance, ``kid`` and ``kid_standard_error`` are unscaled.
+        JSON values. ``value`` is the Fréchet distance and ``metric`` its name; ``kid``, ``kid_standard_error``
+        (unscaled), ``precision``, ``recall``, ``density``, ``coverage``, ``sfid``, ``inception_score`` and
+        ``inception_score_std`` as the protocol has them; then what was compared.
 
     Raises:
-        ValueError: n differs, the reference is of another extractor or image size, features are not finite; on
-            every rank alike.
+        ValueError: n differs, another extractor, resize or image size, too few images; on every rank alike.
         RuntimeError: rank 0 could not compute the distances; on every rank alike.
     """
-    _check_match(reference, extractor, len(indices))
-    features, order = _features(images, indices, reference, extractor, batch_size, group, progress)
-    _check_finite(features, order)
-    value, kid_mean, kid_error = _distances(features, reference, fp64_device(extractor.device), seed, group)
+    about = generated.meta
+    _check_seen_alike(about["extractor"], about["weights_sha256"], about["resize"], reference)
+    _check_count(len(generated), reference, protocol)
+    theirs = reference.meta.get("image_shape")
+    if protocol.count is None and theirs not in (None, about["image_shape"]):
+        raise ValueError(f"images are {about['image_shape']}, the reference's {theirs}")
     return {
-        "protocol": "small",
-        "metric": score_name(extractor.name, len(features)),
-        "value": value,
-        "kid": kid_mean,
-        "kid_standard_error": kid_error,
-        "kid_subsets": KID_SUBSETS,
-        "kid_subset_size": min(KID_SUBSET_SIZE, len(features) // 2),
+        "protocol": protocol.name,
+        "metric": score_name(about["extractor"], len(generated)),
+        **from_main(lambda: _distances(generated, reference, protocol, seed), group),
         "kid_seed": seed,
-        "n_gen": len(features),
-        "n_ref": len(reference),
-        "num_features": extractor.num_features,
-        "first_index": int(order[0]),
-        "last_index": int(order[-1]),
-        "batch_size": batch_size,
-        "image_shape": list(reference.image_shape),
-        "extractor": extractor.name,
-        "weights_sha256": extractor.weights_sha256,
-        "resize": extractor.resize,
-        "extractor_device": extractor.device.type,
-        "reference": reference.name,
-        "reference_sha256": reference.images_sha256,
-        "torch": str(torch.__version__),
+        "n_gen": len(generated),
+        "n_ref": reference.stats.n,
+        "num_features": generated.stats.num_features,
+        **about,
+        "reference": reference.meta.get("name", "statistics of another tool"),
+        "reference_sha256": reference.meta.get("images_sha256", reference.meta.get("file_sha256")),
+        **{key: reference.meta[key] for key in FLOOR if key in reference.meta},
     }
 
 
 def floor(
     train_images: Tensor,
-    reference: Reference,
+    reference: Features,
     extractor: FeatureExtractor,
     batch_size: int,
     group: dist.ProcessGroup | None = None,
@@ -118,72 +135,51 @@ def floor(
     return score(lambda chosen: pick[chosen], draw.sort().values, reference, extractor, batch_size, group, seed)
 
 
-def _check_match(reference: Reference, extractor: FeatureExtractor, n: int) -> None:
-    if (reference.extractor, reference.weights_sha256) != (extractor.name, extractor.weights_sha256):
+def _check_seen_alike(extractor: str, weights: str, resize: str, reference: Features) -> None:
+    """Statistics of other tools name no extractor; the user answers for them."""
+    told = reference.meta.get("extractor")
+    if told is not None and (told, reference.meta["weights_sha256"]) != (extractor, weights):
         raise ValueError(
-            f"the reference was seen through {reference.extractor} ({reference.weights_sha256[:8]}), "
-            f"not {extractor.name} ({extractor.weights_sha256[:8]}): make it anew"
+            f"the reference was seen through {told} ({reference.meta['weights_sha256'][:8]}), "
+            f"not {extractor} ({weights[:8]}): make it anew"
         )
-    if n != len(reference):
+    if told is not None and reference.meta["resize"] != resize:
+        raise ValueError(f"the reference was resized by {reference.meta['resize']}, not {resize}: make it anew")
+
+
+def _check_count(n: int, reference: Features, protocol: Protocol) -> None:
+    if protocol.count is None and reference.stats.n is None:
+        raise ValueError(
+            f"protocol {protocol.name} wants equal n, but the reference does not say of how many images it is"
+        )
+    if protocol.count is None and n != len(reference):
         raise ValueError(f"{n} images against {len(reference)} in the reference: use equal n, the bias is about 1/n")
     if n < 4:
         raise ValueError(f"{n} images cannot be scored: KID needs at least 4")
 
 
-def _features(
-    images: Images,
-    indices: Tensor,
-    reference: Reference,
-    extractor: FeatureExtractor,
-    batch_size: int,
-    group: dist.ProcessGroup | None,
-    progress: Callable[[int, int], None] | None,
-) -> tuple[Tensor, Tensor]:
-    """Features [n, d] of all ranks' images in the order of their indices [n]."""
-
-    def checked(chosen: Tensor) -> Tensor:
-        made = images(chosen)  # checked here, where also a rank whose share has run out sees a wrong shape
-        if tuple(made.shape[1:]) != reference.image_shape:
-            raise ValueError(f"images are {list(made.shape[1:])}, the reference's {list(reference.image_shape)}")
-        return made
-
-    done = [torch.empty(0, dtype=torch.int64)]
-    rows = [torch.empty(0, extractor.num_features)]
-    for batch, made in generate(checked, indices, batch_size, group, progress):
-        done.append(batch)
-        rows.append(extractor(made).cpu())
-    return gather(torch.cat(rows), torch.cat(done), group)
+def _distances(generated: Features, reference: Features, protocol: Protocol, seed: int) -> dict[str, Any]:
+    """``_numbers``, with whatever goes wrong told as no distances."""
+    try:
+        return _numbers(generated, reference, protocol, seed)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise RuntimeError(f"no distances: {type(error).__name__}: {reason}") from error
 
 
-def _check_finite(features: Tensor, order: Tensor) -> None:
-    """Every rank holds all features by now, so all raise or none does."""
-    bad = ~torch.isfinite(features).all(1)
-    if bad.any():
-        where = f"first of the image with index {int(order[bad][0])}"
-        raise ValueError(f"features of {int(bad.sum())} of {len(bad)} images hold NaN or infinity, {where}")
-
-
-def _distances(
-    features: Tensor, reference: Reference, device: torch.device, seed: int, group: dist.ProcessGroup | None
-) -> tuple[float, float, float]:
-    """(Fréchet, KID, its standard error), computed by rank 0 on ``device`` and told to the others, failure included."""
-    rank, ranks = world(group)
-    told: list[Any] = [None]
-    cause = None
-    if rank == 0:
-        try:
-            told = [_computed(features.to(device), reference, seed)]
-        except Exception as error:  # whatever it is, the others wait to hear of it
-            cause = error
-            told = [f"no distances: {type(error).__name__}: {str(error).partition(chr(10))[0]}"]
-    if ranks > 1:
-        dist.broadcast_object_list(told, group=group, device=communication_device(group), group_src=0)
-    if isinstance(told[0], str):
-        raise RuntimeError(told[0]) from cause
-    return told[0]
-
-
-def _computed(features: Tensor, reference: Reference, seed: int) -> tuple[float, float, float]:
-    stats = GaussianStats(features.shape[1], features.device)
-    stats.update(features)
-    return frechet(stats, reference.stats), *kid(features, reference.features, KID_SUBSET_SIZE, KID_SUBSETS, seed)
+def _numbers(generated: Features, reference: Features, protocol: Protocol, seed: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"value": frechet(generated.stats, reference.stats)}
+    device = generated.stats.sum.device
+    a, b = generated.kept.to(device), reference.kept.to(device)
+    if len(a) >= 4 and len(b) >= 4:
+        found["kid"], found["kid_standard_error"] = kid(a, b, KID_SUBSET_SIZE, KID_SUBSETS, seed)
+        found["kid_subsets"], found["kid_subset_size"] = KID_SUBSETS, min(KID_SUBSET_SIZE, len(a) // 2, len(b) // 2)
+    if protocol.neighbours and min(len(a), len(b)) > DENSITY_NEIGHBOURS:
+        balls = prdc(b, a, protocol.neighbours, DENSITY_NEIGHBOURS, allow_unequal=not protocol.equal_n)
+        found |= balls._asdict() | {"neighbours": protocol.neighbours, "density_neighbours": DENSITY_NEIGHBOURS}
+    if protocol.spatial and generated.spatial is not None and reference.spatial is not None:
+        found["sfid"] = frechet(generated.spatial, reference.spatial)
+    if generated.inception is not None:
+        found["inception_score"], found["inception_score_std"] = generated.inception.score()
+        found["inception_score_splits"] = generated.inception.splits
+    return found

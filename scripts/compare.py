@@ -21,12 +21,9 @@ from typing import Any
 import yaml
 
 from dit_train.run import metrics
+from eval import records
+from eval.records import Incomparable
 
-_ALIKE = (
-    "metric protocol n_gen n_ref extractor weights_sha256 resize reference_sha256 sampler guidance sample_seed labels "
-    "weights compute_dtype"
-).split()
-"""Fields of a score that must agree before two may stand in one table."""
 _SECTIONS = ("model", "data", "objective", "schedule", "train")
 _WARM_UP = 10
 """Steps left out of the times."""
@@ -53,10 +50,6 @@ class Finished:
     def samples(self) -> Path | None:
         """The newest sample grid."""
         return max((self.folder / "samples").glob("step_*.png"), default=None)
-
-
-class Incomparable(ValueError):
-    """Runs that cannot stand in one table; the message is one line that says why."""
 
 
 def read(folder: Path) -> Finished:
@@ -86,12 +79,9 @@ def _read(folder: Path) -> Finished:
 
 def check_alike(runs: Sequence[Finished]) -> None:
     """Raise `Incomparable` where a run's scores were taken in another way than the first one's."""
+    records.check_alike({str(run.folder): run.scores[-1] for run in runs})
     first = runs[0]
     for run in runs[1:]:
-        for field in _ALIKE:
-            ours, theirs = first.scores[-1].get(field), run.scores[-1].get(field)
-            if ours != theirs:
-                raise Incomparable(f"{first.folder} has {field} {ours!r} but {run.folder} has {theirs!r}")
         if first.losses[-1]["heldout_count"] != run.losses[-1]["heldout_count"]:
             raise Incomparable(f"{first.folder} and {run.folder} took the held-out loss on different numbers of images")
         for section in _SECTIONS:

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
 import eval.score
-from dit_train import preflight, rng
-from dit_train.data.sources import Dataset, Source
-from dit_train.run import faults, sampling
+from dit_train import preflight
+from dit_train.run import faults, references, sampling
 from dit_train.run.setup import Run
 from dit_train.run.stop import StopRequest
 from dit_train.run.validation import HeldOut
 from eval import extractors
-from eval.references import Reference
-
-LARGEST_DEFAULT_COUNT = 10_000
-"""Images scored where ``score.count`` is null and more are held out."""
-FLOOR_DRAWS = 5
-"""Draws of training images that the floor is the mean of, where they are few."""
 
 
 class Stopped(Exception):
@@ -78,37 +68,34 @@ class Evaluation:
 
 
 class Scorer:
-    """Fréchet distance and KID of the averaged weights' samples against held-out images, at equal n."""
+    """Scores the averaged weights' samples against held-out images, at equal n and with their classes."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        data, device = run.data, run.world.device
         settings = run.config.score
         self._extractor = extractors.load(
-            settings.extractor or preflight.default_extractor(data.name), settings.weights, device=str(device)
+            settings.extractor or preflight.default_extractor(run.data.name),
+            settings.weights,
+            device=str(run.world.device),
         )
         self._batch = run.config.sample.batch
-        self._count = settings.count or min(len(data.heldout), len(data.train), LARGEST_DEFAULT_COUNT)
-        real = _draw(data.heldout, self._count, "score-heldout")
-        self._reference = Reference.of(data.heldout.images(real), self._extractor, self._batch, f"{data.name} held out")
-        self._labels = data.heldout.labels(real)
-        if self._count <= self._extractor.num_features:
+        self._reference = references.held_out(run.data, self._extractor, self._batch, settings.count)
+        if len(self._reference) <= self._extractor.num_features:
             run.reporter.say(
-                f"{self._count} images in {self._extractor.num_features} features: compare scores with the floor only"
+                f"{len(self._reference)} images in {self._extractor.num_features} features: "
+                "compare scores with the floor only"
             )
-        self._floor = self._floor_of(data)
 
     def score(self, stop: StopRequest) -> dict[str, Any]:
-        """The record of `eval.score` for the present averaged weights, with the floor and how it was sampled.
+        """The record of `eval.score` for the present averaged weights, with how it was sampled.
 
         Raises:
             Stopped: a rank was asked to stop; raised on all.
         """
-        run, settings = self._run, self._run.config.sample
-        images = sampling.Sampler(
-            run.config, run.data, run.model, run.world.device, lambda indices: self._labels[indices]
-        )
-        run.reporter.say(f"sampling and scoring {self._count} images")
+        run, count = self._run, len(self._reference)
+        labels = self._reference.labels
+        images = sampling.Sampler(run.config, run.data, run.model, run.world.device, lambda chosen: labels[chosen])
+        run.reporter.say(f"sampling and scoring {count} images")
         countdown = run.reporter.countdown("sampling")
 
         def progress(done: int, total: int) -> None:
@@ -118,57 +105,11 @@ class Scorer:
 
         with run.ema.applied():
             record = eval.score.score(
-                images, torch.arange(self._count), self._reference, self._extractor, self._batch, progress=progress
+                images, torch.arange(count), self._reference, self._extractor, self._batch, progress=progress
             )
-        broken = [images.broken] * run.world.size
-        dist.all_gather_object(broken, images.broken)
         return {
             **record,
-            **self._floor,
-            "not_finite": len(set().union(*broken)),
+            "not_finite": images.count_broken(),
             "ranks": run.world.size,
-            "sampler": f"{settings.sampler}-{settings.steps}",
-            "guidance": settings.guidance,
-            "sample_seed": settings.seed,
-            "labels": "of the reference images",
-            "weights": f"ema {run.config.train.ema_decay}{' ramped' * run.config.train.ema_ramp}",
-            "compute_dtype": run.state.compute_dtype,
+            **sampling.provenance(run.config, run.state.compute_dtype, "reference"),
         }
-
-    def _floor_of(self, data: Dataset) -> dict[str, float]:
-        """The mean score of several draws of training images: one draw of few hundred is off by a third.
-
-        Their classes are those of the reference, as the samples' are: else class counts alone would set them apart.
-        """
-        draws = FLOOR_DRAWS if self._count <= 1000 else 1
-        records = []
-        for draw in range(draws):
-            images = data.train.images(draw_like(self._labels, data.train, f"score-floor-{draw}"))
-            records.append(eval.score.floor(images, self._reference, self._extractor, self._batch))
-        return {
-            "floor": statistics.fmean(record["value"] for record in records),
-            "floor_kid": statistics.fmean(record["kid"] for record in records),
-            "floor_draws": draws,
-        }
-
-
-def _draw(source: Source, count: int, purpose: str) -> np.ndarray:
-    """`count` indices of a source, always the same, in rising order."""
-    return np.sort(rng.stream(0, purpose).permutation(len(source))[:count])
-
-
-def draw_like(labels: torch.Tensor, source: Source, purpose: str) -> np.ndarray:
-    """As many indices of a source, with the same classes as far as it has them, always the same, in rising order.
-
-    Args:
-        labels: int64 [n], the classes to meet.
-        source: at least n images.
-        purpose: names the draw.
-    """
-    order = rng.stream(0, purpose).permutation(len(source))
-    classes = source.labels(order).numpy()
-    wanted = np.bincount(labels.numpy(), minlength=classes.max() + 1)
-    chosen = [order[classes == label][:count] for label, count in enumerate(wanted)]
-    picked = np.concatenate(chosen)
-    spare = order[~np.isin(order, picked)]  # for classes of which there are too few
-    return np.sort(np.concatenate([picked, spare[: len(labels) - len(picked)]]))

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
 from dit_train import rng
 from dit_train.config import Config
-from dit_train.data.sources import Dataset
+from dit_train.data.sources import Dataset, Summary
 from dit_train.diffusion.guidance import guided
 from dit_train.diffusion.samplers import SAMPLERS
 from eval.generate import generate, quantize
@@ -26,6 +27,8 @@ _GAP_GREY = 70
 class Sampler:
     """``sampler(indices int64 [N]) -> uint8 [N, C, H, W]``, where sample i has class ``labels(i)``.
 
+    ``rule`` is how floats become uint8, see `eval.generate.quantize`; ``data`` has channels, image_size, num_classes.
+
     A diverged model must not end its run: values that are not finite become black, and `broken` holds the indices of
     such samples.
     """
@@ -33,12 +36,14 @@ class Sampler:
     def __init__(
         self,
         config: Config,
-        data: Dataset,
+        data: Dataset | Summary,
         model: torch.nn.Module,
         device: torch.device,
         labels: Callable[[Tensor], Tensor],
+        rule: str = "round",
     ) -> None:
-        self._settings, self._model, self._device, self._labels = config.sample, model, device, labels
+        self._settings, self._model, self._device, self.labels = config.sample, model, device, labels
+        self._rule = rule
         self._shape = (data.channels, data.image_size, data.image_size)
         self._null_label = data.num_classes
         self.broken: set[int] = set()
@@ -47,12 +52,34 @@ class Sampler:
         """Samples by global index."""
         settings = self._settings
         noise = rng.normal(self._shape, settings.seed, "sample", samples=indices.tolist()).to(self._device)
-        labels = self._labels(indices).to(self._device)
+        labels = self.labels(indices).to(self._device)
         velocity = guided(self._model, labels, self._null_label, settings.guidance)
         samples = SAMPLERS[settings.sampler](velocity, noise, settings.steps)
         finite = samples.isfinite().flatten(1).all(1).cpu()
         self.broken |= set(indices[~finite].tolist())
-        return quantize(samples.nan_to_num(-1, -1, -1)).cpu()
+        return quantize(samples.nan_to_num(-1, -1, -1), self._rule).cpu()
+
+    def count_broken(self) -> int:
+        """How many samples of all ranks were not finite; every rank calls it."""
+        told = [self.broken] * dist.get_world_size()
+        dist.all_gather_object(told, self.broken)
+        return len(set().union(*told))
+
+
+def provenance(
+    config: Config, compute_dtype: str, labels: str, weights: str = "ema", rule: str = "round"
+) -> dict[str, Any]:
+    """What a score has to say about how its images were sampled."""
+    settings, train = config.sample, config.train
+    return {
+        "sampler": f"{settings.sampler}-{settings.steps}",
+        "guidance": settings.guidance,
+        "sample_seed": settings.seed,
+        "labels": labels,
+        "quantize": rule,
+        "weights": f"ema {train.ema_decay}{' ramped' * train.ema_ramp}" if weights == "ema" else weights,
+        "compute_dtype": compute_dtype,
+    }
 
 
 def grid(config: Config, data: Dataset, model: torch.nn.Module, device: torch.device) -> Tensor:

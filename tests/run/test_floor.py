@@ -5,7 +5,7 @@ import torch
 
 from dit_train.config import DataConfig
 from dit_train.data import sources
-from dit_train.run.evaluation import draw_like
+from dit_train.run.references import draw_like
 
 DATA = sources.load(DataConfig())
 

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from dit_train import overlays, preflight
 from dit_train.parallel import precision
 from dit_train.parallel.mesh import joined
-from dit_train.run import evaluation, loop, optimizer, sampling, schedule
+from dit_train.run import evaluation, loop, optimizer, references, sampling, schedule
 from dit_train.run.batch import draw, share
 from dit_train.run.ema import EMA
 from dit_train.run.setup import hold_folder, prepare
 from dit_train.run.stop import StopRequest
-from eval.references import Reference
 
 TINY = (
     "--model.width 32 --model.depth 1 --model.heads 2 --train.batch 8 --train.steps 4 --train.compute_dtype fp32 "
@@ -110,15 +109,15 @@ def test_scores_compare_averaged_weights_with_held_out_images_and_their_classes(
     for average in run.ema.weights.values():
         average.fill_(0.25)
     real, drawn, weights = {}, [], []
-    of = Reference.of
+    of = references.of_images
 
-    def spy(images, extractor, batch, name):
+    def spy(images, *about):
         real["images"] = images
-        return of(images, extractor, batch, name)
+        return of(images, *about)
 
-    monkeypatch.setattr(Reference, "of", spy)
+    monkeypatch.setattr(references, "of_images", spy)
     monkeypatch.setattr(
-        evaluation.eval.score, "floor", lambda images, *_: drawn.append(images) or {"value": 1, "kid": 1}
+        references.eval.score, "floor", lambda images, *_: drawn.append(images) or {"value": 1, "kid": 1}
     )
     scorer = evaluation.Scorer(run)
     heldout = run.data.heldout.images(range(359))
@@ -126,11 +125,9 @@ def test_scores_compare_averaged_weights_with_held_out_images_and_their_classes(
     trained = {bytes(image) for image in run.data.train.images(range(1438)).flatten(1).numpy()}
     assert len(drawn) == 5 and all(bytes(image) in trained for image in drawn[0].flatten(1).numpy())
 
-    class Sampler:
-        broken = frozenset({3})
-
+    class Sampler(sampling.Sampler):
         def __init__(self, config, data, model, device, labels):
-            self.model = model
+            self.model, self.broken = model, {3}
             assert torch.equal(labels(torch.arange(359)), run.data.heldout.labels(range(359)))
 
         def __call__(self, indices):

@@ -1,0 +1,79 @@
+"""Records side by side: which may stand in one table, and the table."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ALIKE = (
+    "metric",
+    "protocol",
+    "n_gen",
+    "n_ref",
+    "extractor",
+    "weights_sha256",
+    "resize",
+    "quantize",
+    "image_shape",
+    "reference_sha256",
+    "labels",
+    "weights",
+    "sampler",
+    "guidance",
+    "sample_seed",
+    "compute_dtype",
+)
+"""Fields of a record that must agree before two may be compared. A field that both lack agrees."""
+
+_COLUMNS = (
+    ("kid", "KID·10³", 1e3),
+    ("sfid", "sFID", 1),
+    ("inception_score", "IS", 1),
+    ("precision", "precision", 1),
+    ("recall", "recall", 1),
+    ("density", "density", 1),
+    ("coverage", "coverage", 1),
+)
+
+
+class Incomparable(ValueError):
+    """Records that cannot stand in one table; the message is one line that says why."""
+
+
+def check_alike(records: Mapping[str, Mapping[str, Any]], fields: Sequence[str] = ALIKE) -> None:
+    """Raise `Incomparable`, naming the first field that differs, unless all records (by name) were taken alike."""
+    (first, ours), *others = records.items()
+    for name, record in others:
+        for key in fields:
+            if record.get(key) != ours.get(key):
+                raise Incomparable(f"{first} has {key} {ours.get(key)!r} but {name} has {record.get(key)!r}")
+
+
+def table(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown: a row a record, its floor last; a column only where some record has the number."""
+    metrics = sorted({record["metric"] for record in records.values()})
+    columns = [column for column in _COLUMNS if any(column[0] in record for record in records.values())]
+    head = ["", " / ".join(metrics), *(title for _, title, _ in columns), "n"]
+    lines = [head, ["---"] * len(head)]
+    for name, record in records.items():
+        lines.append([name, _value(record), *(_cell(record, key, scale) for key, _, scale in columns), _count(record)])
+    for value, kid in sorted({(r["floor"], r["floor_kid"]) for r in records.values() if "floor" in r}):
+        cells = [f"{kid * scale:.2f}" if key == "kid" else "" for key, _, scale in columns]
+        lines.append(["floor: other real images", f"{value:.2f}", *cells, ""])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _value(record: Mapping[str, Any]) -> str:
+    interval = f" [{record['value_low']:.2f}, {record['value_high']:.2f}]" if "value_low" in record else ""
+    return f"{record['value']:.2f}{interval}"
+
+
+def _cell(record: Mapping[str, Any], key: str, scale: float) -> str:
+    if key not in record:
+        return ""
+    spread = {"kid": "kid_standard_error", "inception_score": "inception_score_std"}.get(key)
+    error = f" ± {record[spread] * scale:.2f}" if spread in record else ""
+    return f"{record[key] * scale:.{2 if scale > 1 or key == 'inception_score' else 3}f}{error}"
+
+
+def _count(record: Mapping[str, Any]) -> str:
+    reference = record["n_ref"]
+    return f"{record['n_gen']}" if reference in (None, record["n_gen"]) else f"{record['n_gen']} / {reference}"
