@@ -7,21 +7,32 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dit_train.config import ModelConfig, ParallelConfig
-from dit_train.data.sources import Dataset
+from dit_train.data.sources import Dataset, Summary
 from dit_train.model.dit import DiT
 from dit_train.model.init import initialize
 from dit_train.parallel.mesh import World
 
 
 def build(
-    model: ModelConfig, parallel: ParallelConfig, data: Dataset, world: World, compute_dtype: torch.dtype, seed: int
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    data: Dataset | Summary,
+    world: World,
+    compute_dtype: torch.dtype,
+    seed: int | None,
 ) -> DiT:
-    """The model with fp32 master weights sharded over the mesh and forward/backward in `compute_dtype`."""
+    """The model with fp32 master weights sharded over the mesh and forward/backward in `compute_dtype`.
+
+    Without a seed the weights are left as memory has them, for a checkpoint to fill.
+    """
     with torch.device("meta"):
         dit = DiT(model, channels=data.channels, image_size=data.image_size, num_classes=data.num_classes)
     shard(dit, parallel, world, compute_dtype)
     dit.to_empty(device=world.device)
-    initialize(dit, seed)
+    if seed is None:
+        dit.refill_tables()
+    else:
+        initialize(dit, seed)
     return dit
 
 

@@ -9,12 +9,13 @@ The listing (`find_latest`) needs no torch, so that a refused resume is told bef
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dit_train.config import ConfigError
 
@@ -52,6 +53,13 @@ class Checkpoint:
     fixed: dict[str, Any]
     """Settings that a resume may not change."""
 
+    @property
+    def sha256(self) -> str:
+        """Of its step, its training time and its files' sizes, which together are no other checkpoint's."""
+        sizes = json.loads((self.folder / _STATE).read_text())["files"]
+        text = json.dumps([self.state.step, self.state.train_seconds, sizes], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
 
 def folder_of(run: str | Path) -> Path:
     """Where a run keeps its checkpoints."""
@@ -66,6 +74,16 @@ def find_latest(run: str | Path) -> Checkpoint | None:
     """
     folders = _committed(folder_of(run))
     return read(folders[-1]) if folders else None
+
+
+def find(run: str | Path, step: int) -> Checkpoint:
+    """The checkpoint of a step. Raises `ConfigError` with those that there are, if there is none of it."""
+    folders = _committed(folder_of(run))
+    for folder in folders:
+        if int(folder.name.removeprefix("step_")) == step:
+            return read(folder)
+    there = ", ".join(str(int(folder.name.removeprefix("step_"))) for folder in folders) or "none"
+    raise ConfigError(f"{run}: no checkpoint of step {step}; there are {there}")
 
 
 def read(folder: Path) -> Checkpoint:
@@ -155,6 +173,19 @@ def load(checkpoint: Checkpoint, model: nn.Module, ema: EMA, optimizer: Optimize
     steps = json.loads((checkpoint.folder / _STATE).read_text())["optimizer_steps"]
     for group, step in zip(optimizer.param_groups, steps, strict=True):
         group["step"] = step
+
+
+def load_weights(checkpoint: Checkpoint, model: nn.Module, kind: Literal["ema", "model"]) -> None:
+    """Fill a model alone, with averaged or with trained weights; the number of ranks may differ."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    tensors = {f"{kind}.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    try:
+        dcp.load(tensors, checkpoint_id=checkpoint.folder)
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise _damaged(checkpoint.folder, " ".join(str(reason).split())[:200]) from None
 
 
 def _tensors(model: nn.Module, ema: EMA, optimizer: Optimizer) -> dict[str, Any]:

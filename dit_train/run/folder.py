@@ -82,6 +82,15 @@ def _in_use(run: str | Path) -> ConfigError:
     return ConfigError(f"run.folder: another run is using {run}; wait for it, or name another folder")
 
 
+def is_run(folder: str | Path) -> bool:
+    """Whether a folder holds a run: its config.yaml begins as those of runs do."""
+    try:
+        with (Path(folder) / "config.yaml").open(errors="replace") as file:
+            return file.readline().startswith(HEADER)
+    except OSError:
+        return False
+
+
 def record(run: str | Path, code: int, message: str) -> None:
     """Write RUN/exit.json, except into a folder that holds something else."""
     folder = Path(run)
@@ -113,8 +122,6 @@ def _is_free(folder: Path) -> bool:
     """Whether a run may use it: it is a run's, empty, not there yet, or holds a code alone."""
     if not folder.is_dir():
         return not os.path.lexists(folder)
-    config = folder / "config.yaml"
-    if config.is_file():
-        with config.open(errors="replace") as file:
-            return file.readline().startswith(HEADER)
+    if (folder / "config.yaml").is_file():
+        return is_run(folder)
     return {path.name for path in folder.iterdir()} <= {"exit.json", "lock"}

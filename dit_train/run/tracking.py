@@ -59,6 +59,20 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
+def countdown(what: str, say: Callable[[str], None]) -> Callable[[int, int], None]:
+    """A ``progress(done, total)`` that says how far `what` is and how long it will take, every ten seconds."""
+    start = said = time.perf_counter()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal said
+        now = time.perf_counter()
+        if now - said > 10 and done < total:
+            said = now
+            say(f"{what}: {done}/{total}, left {clock((now - start) / done * (total - done))}")
+
+    return progress
+
+
 class TensorBoard:
     """Scalars and pictures under RUN/tensorboard; does nothing when switched off."""
 
@@ -127,17 +141,8 @@ class Reporter:
             self._progress.say(f"samples in {path}")
 
     def countdown(self, what: str) -> Callable[[int, int], None]:
-        """A ``progress(done, total)`` that says how far `what` is and how long it will take, every ten seconds."""
-        start = said = time.perf_counter()
-
-        def progress(done: int, total: int) -> None:
-            nonlocal said
-            now = time.perf_counter()
-            if now - said > 10 and done < total:
-                said = now
-                self.say(f"{what}: {done}/{total}, left {clock((now - start) / done * (total - done))}")
-
-        return progress
+        """See `countdown`."""
+        return countdown(what, self.say)
 
     def say(self, text: str) -> None:
         """A line for a person."""

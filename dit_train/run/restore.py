@@ -1,0 +1,50 @@
+"""A trained model, reopened from its run folder to sample from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from dit_train import overlays
+from dit_train.config import Config, ConfigError, SampleConfig
+from dit_train.data import sources
+from dit_train.model.dit import DiT
+from dit_train.parallel import precision, shard
+from dit_train.parallel.mesh import World
+from dit_train.run import checkpoint
+from dit_train.run.checkpoint import Checkpoint
+
+Weights = Literal["ema", "model"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is known of a run's checkpoint before its weights are read."""
+
+    config: Config
+    images: sources.Summary
+    checkpoint: Checkpoint
+
+    def model(self, world: World, weights: Weights = "ema") -> DiT:
+        """The model in evaluation mode over all ranks of ``world``, which may be other than trained it. Collective."""
+        config, dtype = self.config, precision.DTYPES[self.checkpoint.state.compute_dtype]
+        dit = shard.build(config.model, config.parallel, self.images, world, dtype, seed=None)
+        checkpoint.load_weights(self.checkpoint, dit, weights)
+        return dit.eval().requires_grad_(False)
+
+
+def reopen(run: str | Path, step: int | None = None, sample: SampleConfig | None = None) -> Trained:
+    """The newest checkpoint of a run folder, or that of ``step``; ``sample`` replaces how it samples.
+
+    Raises:
+        ConfigError: no run folder, no such checkpoint, or a damaged one.
+    """
+    folder = Path(run)
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"{folder}: no run folder (config.yaml is missing)")
+    config = overlays.read([folder / "config.yaml"])
+    found = checkpoint.find_latest(folder) if step is None else checkpoint.find(folder, step)
+    if found is None:
+        raise ConfigError(f"{folder}: no checkpoint yet; train it first")
+    return Trained(replace(config, sample=sample or config.sample), sources.check(config.data), found)

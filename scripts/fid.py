@@ -1,0 +1,385 @@
+"""FID and its relatives from a checkpoint, a folder, a zip or an npz, on any number of ranks.
+
+    python scripts/fid.py reference IMAGES --out REFERENCE.npz         statistics of real images
+    torchrun --nproc-per-node N scripts/fid.py generate RUN --out OUT  images of a trained model; again, it goes on
+    python scripts/fid.py score IMAGES --reference REFERENCE.npz       the record of a score, on the terminal and --json
+    python scripts/fid.py compare RECORD.json ...                      records in one table, if they were taken alike
+
+IMAGES is a folder, .zip or .npz (``arr_0`` uint8 NHWC), or the folder of a run: of its held-out images for
+`reference`, of images sampled on the way, which touch no disk, for `score`. REFERENCE may as well come from the ADM,
+EDM or clean-fid tools. All commands run under torchrun as well, where ranks share the work, and take --json FILE:
+
+    reference   n, n_kept, name, images_sha256, extractor, weights_sha256, resize, image_shape, floor, floor_kid
+    generate    out, count, and every setting that the images depend on
+    score       the record of eval.score.compare and how the images were made
+    compare     the records by file name
+
+Exit codes: 0 done, 2 bad input, 85 asked to stop (`generate` goes on when it is called again).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import eval.score
+from dit_train import exits, rng
+from dit_train.config import ConfigError, ParallelConfig
+from dit_train.data import sources
+from dit_train.parallel.mesh import World, joined
+from dit_train.preflight import default_extractor
+from dit_train.run import faults, references, restore, sampling
+from dit_train.run.folder import is_run
+from dit_train.run.stop import StopRequest
+from dit_train.run.tracking import countdown
+from eval import extractors, records
+from eval.details import details
+from eval.extractors import FeatureExtractor
+from eval.features import Features, extract
+from eval.images import ImageSet, open_images
+from eval.protocols import PROTOCOLS, Protocol, protocol
+from eval.ranks import from_main
+from eval.statistics_file import OnlyImagesError
+from eval.writing import read_settings, write_images
+
+
+class Stopped(Exception):
+    """A rank was asked to stop; raised on all."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        with StopRequest() as stop:
+            options.stop = stop
+            found = options.command(options)
+    except Stopped:
+        _say("stopped; the same command goes on")
+        return exits.STOPPED
+    except (ConfigError, ValueError, TypeError, OSError) as error:
+        print(f"fid.py: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return exits.BAD_INPUT
+    if options.json is not None and found is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+    return exits.DONE
+
+
+# -- commands -----------------------------------------------------------------------------------------------------
+
+
+def reference(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Statistics of real images into --out."""
+    if options.out.suffix != ".npz":
+        raise ConfigError(f"--out: {options.out} must end in .npz")
+    wanted = protocol(options.protocol)
+    with joined(ParallelConfig(device=options.device)) as world:
+        if is_run(options.images):
+            made = _reference_of_run(options, wanted, world)
+        else:
+            made = _reference_of_files(options, wanted, world)
+        if not world.is_main:
+            return None
+        made.save(options.out)
+    count = "statistics of another tool" if made.stats.n is None else f"{made.stats.n:,} images"
+    _say(f"{count} and features of {len(made.kept):,} images in {options.out}")
+    if "floor" in made.meta:
+        _say(f"floor {made.meta['floor']:.2f}, KID {made.meta['floor_kid']:.5f}: what other real images score")
+    return {"n": made.stats.n, "n_kept": len(made.kept), **made.meta}
+
+
+def _reference_of_run(options: argparse.Namespace, wanted: Protocol, world: World) -> Features:
+    config = restore.reopen(options.images).config
+    extractor = _extractor(options, wanted, default_extractor(config.data.source), world)
+    return references.held_out(sources.load(config.data), extractor, options.batch, options.count)
+
+
+def _reference_of_files(options: argparse.Namespace, wanted: Protocol, world: World) -> Features:
+    known = _statistics(options.images)
+    if known is not None and not _holds_images(options.images):
+        return known
+    extractor = _extractor(options, wanted, None, world)
+    real = _open(options, options.images, lossy=True)
+    about = {"name": options.name or options.images.name, "images_sha256": real.sha256, **real.describe()}
+    made = extract(
+        real, torch.arange(len(real))[: options.count], extractor, options.batch, keep=wanted.keep, meta=about,
+        labels=None if real.labels is None else lambda chosen: real.labels[chosen],
+        progress=countdown("features", _say),
+    )  # fmt: skip
+    if known is not None:  # ADM's file: sums over all training images, beside 10,000 images for precision and recall
+        made.stats, made.spatial = known.stats, known.spatial
+        made.meta |= {"file_sha256": known.meta["file_sha256"]}
+    if options.floor is not None:
+        others = _open(options, options.floor, lossy=True)
+        draw = torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[: len(made)].sort().values
+        found = eval.score.score(others.batch, draw, made, extractor, options.batch)
+        made.meta |= {"floor": found["value"], "floor_kid": found["kid"], "floor_draws": 1}
+    return made
+
+
+def _statistics(path: Path) -> Features | None:
+    """Sums that a file holds already, None where it holds none."""
+    if path.suffix == ".pkl":
+        return Features.load(path)
+    if path.suffix != ".npz" or not path.is_file():
+        return None
+    try:
+        return Features.load(path)
+    except OnlyImagesError:
+        return None
+
+
+def _holds_images(path: Path) -> bool:
+    with np.load(path, allow_pickle=False) if path.suffix == ".npz" else nullcontext() as file:
+        return "arr_0" in getattr(file, "files", ())
+
+
+def generate(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Images of a trained model into --out; what was interrupted goes on where it was."""
+    wanted = protocol(options.protocol)
+    with joined(ParallelConfig(device=options.device)) as world:
+        real = Features.load(options.reference) if options.reference else None
+        images, indices, about = _sampled(options, wanted, real, world)
+        left = countdown("images", _say)
+
+        def progress(done: int, total: int) -> None:
+            left(done, total)
+            if done < total and faults.any_asked(options.stop.asked):
+                raise Stopped
+
+        labels = images.labels(indices) if options.out.suffix == ".npz" else None
+        made = write_images(
+            images, options.out, indices, options.batch, about, labels=labels, rgb=options.rgb, progress=progress
+        )
+        broken = images.count_broken()
+        if not world.is_main:
+            return None
+    _say(f"{made:,} images made, {len(indices):,} in {options.out}")
+    if broken:
+        _say(f"{broken} of them are black, since their values are not finite")
+    return {"out": str(options.out), "count": len(indices), "made": made, "not_finite": broken, **about}
+
+
+def score(options: argparse.Namespace) -> dict[str, Any] | None:
+    """The record of images, or of what a run samples, against --reference."""
+    wanted = protocol(options.protocol)
+    with joined(ParallelConfig(device=options.device)) as world:
+        real = Features.load(options.reference)
+        extractor = _extractor(options, wanted, real.meta.get("extractor"), world)
+        if is_run(options.images):
+            images, indices, about = _sampled(options, wanted, real, world)
+            labels = images.labels
+        else:
+            images = _open(options, options.images, lossy=options.lossy)
+            indices, about = torch.arange(len(images))[: options.count], _made(options.images, images)
+            labels = None if images.labels is None else lambda chosen: images.labels[chosen]
+        generated = extract(
+            images, indices, extractor, options.batch, keep=wanted.keep, splits=wanted.splits, meta=about,
+            labels=labels, progress=countdown("images", _say),
+        )  # fmt: skip
+        record = eval.score.compare(generated, real, wanted)
+        record |= from_main(lambda: _details(options, generated, real))
+        if isinstance(images, sampling.Sampler):
+            record["not_finite"] = images.count_broken()
+        if not world.is_main:
+            return None
+    print(records.table({str(options.images): record}), flush=True)
+    return record
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Records in one table; those of other protocols only with --force."""
+    found = {str(path): _record(path) for path in options.records}
+    try:
+        records.check_alike(found)
+    except records.Incomparable as error:
+        if not options.force:
+            raise ConfigError(f"{error}; --force prints them all the same") from None
+        _say(f"not alike: {error}")
+    print(records.table(found), flush=True)
+    return found
+
+
+# -- parts --------------------------------------------------------------------------------------------------------
+
+
+def _sampled(
+    options: argparse.Namespace, wanted: Protocol, real: Features | None, world: World
+) -> tuple[sampling.Sampler, Tensor, dict[str, Any]]:
+    """(images by index, the indices, what they depend on) of a run's samples."""
+    trained = restore.reopen(options.images, options.step)
+    changed = {key: getattr(options, key) for key in _SAMPLE if getattr(options, key) is not None}
+    config = dataclasses.replace(trained.config, sample=dataclasses.replace(trained.config.sample, **changed))
+    law = options.labels or wanted.labels
+    count = options.count or wanted.count or (real.stats.n if real else None)
+    if count is None:
+        raise ConfigError(f"--count: protocol {wanted.name} leaves open how many images; name a number")
+    labels = _labels(law, trained.images.num_classes, config.sample.seed, real)
+    about = {
+        "name": str(options.images),
+        "step": trained.checkpoint.state.step,
+        "checkpoint_sha256": trained.checkpoint.sha256,
+        **sampling.provenance(config, trained.checkpoint.state.compute_dtype, law, options.use, wanted.quantize),
+    }
+    model = trained.model(world, options.use)
+    sampler = sampling.Sampler(config, trained.images, model, world.device, labels, wanted.quantize)
+    return sampler, torch.arange(count), about
+
+
+def _details(options: argparse.Namespace, generated: Features, real: Features) -> dict[str, Any]:
+    training = Features.load(options.training) if options.training else None
+    asked = {key: getattr(options, key) for key in ("intervals", "infinity", "classes")}
+    return details(generated, real, training=training, **asked) if training or any(asked.values()) else {}
+
+
+def _labels(law: str, classes: int, seed: int, real: Features | None) -> Callable[[Tensor], Tensor]:
+    """Classes of samples by index, by the named law."""
+    if law == "random":
+        return lambda chosen: torch.tensor([_draw_class(classes, seed, index) for index in chosen.tolist()])
+    if law == "balanced":
+        return lambda chosen: chosen % classes
+    if real is None or real.labels is None:
+        raise ConfigError("--labels reference: needs a --reference that holds classes; use random or balanced")
+    held = real.labels
+    return lambda chosen: held[chosen % len(held)]
+
+
+def _draw_class(classes: int, seed: int, index: int) -> int:
+    return int(rng.stream(seed, "sample-label", index).integers(classes))
+
+
+def _extractor(options: argparse.Namespace, wanted: Protocol, usual: str | None, world: World) -> FeatureExtractor:
+    """The one asked for, the protocol's, or the usual one."""
+    name = options.extractor or wanted.extractor or usual
+    if name is None:
+        raise ConfigError(f"--extractor: name one of {', '.join(extractors.NAMES)}")
+    try:
+        extractor = extractors.load(name, options.weights, str(world.device))
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error).replace("weights=", "--weights ")) from None
+    wanted.check(extractor)
+    return extractor
+
+
+def _open(options: argparse.Namespace, path: Path, *, lossy: bool) -> ImageSet:
+    images = open_images(
+        path,
+        value_range=options.value_range,
+        background=options.background,
+        center_crop_adm=options.center_crop_adm,
+        lossy=lossy,
+        class_folders=options.class_folders,
+    )
+    _say("; ".join([f"{path}: {len(images):,} images of {list(images.shape)}", *images.conversions]))
+    return images
+
+
+def _made(path: Path, images: ImageSet) -> dict[str, Any]:
+    """How images on disk were made: what `generate` left beside them, and what they are."""
+    return {"name": str(path), "conversions": list(images.conversions), **(read_settings(path) or {})}
+
+
+def _record(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or "metric" not in found:
+        raise ConfigError(f"{path}: no record of a score; write it with fid.py score --json")
+    return found
+
+
+def _say(text: str) -> None:
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(text, flush=True)
+
+
+# -- arguments ----------------------------------------------------------------------------------------------------
+
+_SAMPLE = ("sampler", "steps", "guidance", "batch", "seed")
+"""Settings of ``sample`` that a command may change."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fid.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
+    computing = argparse.ArgumentParser(add_help=False)
+    computing.add_argument("--protocol", default="small", metavar="NAME", help=f"{', '.join(PROTOCOLS)} (small)")
+    computing.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
+    computing.add_argument("--batch", type=_positive, default=128, help="images at once on a rank (128)")
+    computing.add_argument("--count", type=_positive, help="images; the protocol's number without it")
+    seeing = argparse.ArgumentParser(add_help=False)
+    seeing.add_argument("--extractor", metavar="NAME", help=", ".join(extractors.NAMES))
+    seeing.add_argument("--weights", type=Path, metavar="FILE", help="weights of an extractor that comes without")
+    seeing.add_argument("--value-range", type=_range, metavar="LOW,HIGH", help="of an array of floats: 0,1 or -1,1")
+    seeing.add_argument("--background", metavar="COLOUR", help="on which transparent images are seen")
+    seeing.add_argument("--center-crop-adm", type=_positive, metavar="PIXELS", help="ADM's crop of photographs")
+    seeing.add_argument("--class-folders", action="store_true", help="the first folder of a path is its class")
+    sampled = argparse.ArgumentParser(add_help=False)
+    sampled.add_argument("--labels", choices=("random", "balanced", "reference"), help="classes; the protocol's law")
+    sampled.add_argument("--step", type=int, help="of the checkpoint; the newest without it")
+    sampled.add_argument("--use", choices=("ema", "model"), default="ema", help="averaged or trained weights (ema)")
+    sampled.add_argument("--sampler", choices=("euler", "heun"), help="instead of the run's, as the next three")
+    sampled.add_argument("--steps", type=_positive)
+    sampled.add_argument("--guidance", type=float)
+    sampled.add_argument("--seed", type=int)
+
+    def command(function: Callable[..., Any], *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        one = commands.add_parser(function.__name__, parents=[shared, *parents], help=function.__doc__)
+        one.set_defaults(command=function)
+        return one
+
+    one = command(reference, computing, seeing)
+    one.add_argument("images", type=Path, metavar="IMAGES")
+    one.add_argument("--out", type=Path, required=True, metavar="FILE.npz")
+    one.add_argument("--name", help="which images they are; the name of the file without it")
+    one.add_argument("--floor", type=Path, metavar="IMAGES", help="other real images, whose score is the floor")
+    one = command(generate, computing, sampled)
+    one.add_argument("images", type=Path, metavar="RUN")
+    one.add_argument("--out", type=Path, required=True, metavar="FOLDER|FILE.npz|FILE.zip")
+    one.add_argument("--rgb", action="store_true", help="store grey images with three channels, as ADM's tool wants")
+    one.add_argument("--reference", type=Path, metavar="FILE", help="whose classes --labels reference takes")
+    one = command(score, computing, seeing, sampled)
+    one.add_argument("images", type=Path, metavar="IMAGES")
+    one.add_argument("--reference", type=Path, required=True, metavar="FILE")
+    one.add_argument("--intervals", action="store_true", help="95 %% interval and standard error of the distance")
+    one.add_argument("--infinity", action="store_true", help="the distance at infinitely many images (FID-infinity)")
+    one.add_argument("--classes", action="store_true", help="scores class by class, into the record")
+    one.add_argument("--training", type=Path, metavar="FILE", help="reference of training images: are any repeated?")
+    one.add_argument("--lossy", action="store_true", help="score JPEG files, which are not what a model made")
+    one = command(compare)
+    one.add_argument("records", type=Path, nargs="+", metavar="RECORD.json")
+    one.add_argument("--force", action="store_true", help="also records that were not taken alike")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def _range(text: str) -> tuple[float, float]:
+    low, high = map(float, text.split(","))
+    return low, high
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.exit(code)

@@ -1,0 +1,188 @@
+"""The commands of scripts/fid.py on a small run, on one rank and on two."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dit_train.__main__ import main as train
+from eval.extractors.inception import FIDInception
+from scripts import fid
+
+ROOT = Path(__file__).parent.parent
+TINY = ["--model.width", "32", "--model.heads", "2", "--model.depth", "1", "--train.batch", "16"]
+RUN = [*TINY, "--score.every", "4", "--score.count", "64", "--sample.batch", "16", "--sample.steps", "2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A finished run of 4 steps, scored at the last, and its own reference."""
+    folder = tmp_path_factory.mktemp("fid")
+    base = ["configs/quickstart/base.yaml", *RUN, "--train.steps", "4", "--run.tensorboard", "false"]
+    assert train([*base, "--train.compute_dtype", "fp32", "--run.folder", str(folder / "run")]) == 0
+    assert fid.main(["reference", f"{folder}/run", "--out", f"{folder}/ref.npz", "--count", "64"]) == 0
+    return folder
+
+
+def call(folder, *words):
+    """Exit code and the JSON of a command; every FOLDER in its words is the folder."""
+    record = folder / "found.json"
+    record.unlink(missing_ok=True)
+    code = fid.main([word.replace("FOLDER", str(folder)) for word in (*words, "--json", str(record))])
+    return code, json.loads(record.read_text()) if record.exists() else None
+
+
+def refusal(folder, capsys, *words):
+    capsys.readouterr()
+    assert call(folder, *words) == (2, None)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("fid.py: ")
+    return lines[0]
+
+
+def test_a_run_scored_afterwards_has_the_score_of_its_training(folder):
+    code, record = call(folder, "score", "FOLDER/run", "--reference", "FOLDER/ref.npz", "--batch", "16")
+    rows = map(json.loads, (folder / "run" / "scores.jsonl").read_text().splitlines())
+    (trained,) = [row for row in rows if row["kind"] == "score"]
+    assert code == 0 and record["step"] == 4
+    for key in trained.keys() & record.keys():
+        same = pytest.approx(trained[key], rel=1e-9) if isinstance(trained[key], float) else trained[key]
+        assert record[key] == same, key
+    assert {
+        "precision",
+        "recall",
+        "coverage",
+        "floor",
+        "quantize",
+        "labels",
+        "weights",
+    } <= trained.keys() & record.keys()
+
+
+def test_images_generated_by_two_ranks_after_an_interruption_score_as_those_of_one(folder):
+    one, two = folder / "one.npz", folder / "two.npz"
+    words = ("--reference", f"{folder}/ref.npz", "--batch", "16")
+    assert fid.main(["generate", f"{folder}/run", "--out", str(one), *words]) == 0
+    sampler, calls = fid.sampling.Sampler.__call__, []
+
+    def broken(self, indices):
+        calls.append(len(indices))
+        if len(calls) == 3:
+            raise OSError("no space left")
+        return sampler(self, indices)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fid.sampling.Sampler, "__call__", broken)
+        assert fid.main(["generate", f"{folder}/run", "--out", str(two), *words]) == 2
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "scripts/fid.py", "generate", f"{folder}/run", "--out", str(two), *words]
+    done = subprocess.run(
+        [*command, "--json", f"{folder}/made.json"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads((folder / "made.json").read_text())["made"] == 32  # of 64, the other half was there
+    with np.load(one) as a, np.load(two) as b:
+        assert a["arr_0"].shape == (64, 8, 8, 1) and np.array_equal(a["arr_0"], b["arr_0"])
+        assert np.array_equal(a["arr_1"], b["arr_1"])
+    (_, own), (_, stored) = (
+        call(folder, "score", images, "--reference", "FOLDER/ref.npz") for images in ("FOLDER/run", str(two))
+    )
+    assert stored["value"] == pytest.approx(own["value"], rel=1e-6) and stored["sampler"] == own["sampler"] == "heun-2"
+
+
+def test_records_are_compared_if_they_were_taken_alike(folder, capsys):
+    a, b = folder / "a.json", folder / "b.json"
+    words = ["score", f"{folder}/run", "--reference", f"{folder}/ref.npz"]
+    assert fid.main([*words, "--json", str(a)]) == fid.main([*words, "--guidance", "2", "--json", str(b)]) == 0
+    assert call(folder, "compare", str(a), str(a))[0] == 0
+    assert "guidance 1.0 but" in refusal(folder, capsys, "compare", str(a), str(b))
+    code, records = call(folder, "compare", str(a), str(b), "--force")
+    assert code == 0 and list(records) == [str(a), str(b)]
+    out = capsys.readouterr().out
+    assert "not alike: " in out and out.count("FD-digits-cnn") == 1 and "floor: other real images" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("score", "FOLDER/nowhere", "--reference", "FOLDER/ref.npz"), "no such folder or file"),
+        (("score", "FOLDER/run", "--reference", "FOLDER/none.npz"), "No such file"),
+        (("score", "FOLDER/run", "--reference", "FOLDER/ref.npz", "--count", "63"), "63 images against 64"),
+        (
+            ("score", "FOLDER/run", "--reference", "FOLDER/ref.npz", "--step", "3"),
+            "no checkpoint of step 3; there are 4",
+        ),
+        (("score", "FOLDER/run", "--reference", "FOLDER/ref.npz", "--protocol", "amd"), "no protocol is named 'amd'"),
+        (("score", "FOLDER/run", "--reference", "FOLDER/ref.npz", "--protocol", "edm"), "comes without weights"),
+        (("score", "FOLDER/run", "--reference", "FOLDER/ref.npz", "--extractor", "dig"), "known are digits-cnn"),
+        (("generate", "FOLDER", "--out", "FOLDER/x", "--count", "8", "--labels", "random"), "no run folder"),
+        (("generate", "FOLDER/run", "--out", "FOLDER/x", "--labels", "random"), "--count: protocol small leaves open"),
+        (("generate", "FOLDER/run", "--out", "FOLDER/x", "--count", "8"), "--labels reference: needs a --reference"),
+        (("reference", "FOLDER/run", "--out", "FOLDER/x.txt"), "must end in .npz"),
+        (("reference", "FOLDER/run", "--out", "FOLDER/x.npz", "--count", "3"), "at least 4"),
+        (("compare", "FOLDER/run/config.yaml"), "no record of a score"),
+    ],
+)
+def test_bad_input_is_one_line(folder, capsys, words, reason):
+    assert reason in refusal(folder, capsys, *words)
+
+
+def test_a_score_tells_more_if_it_is_asked(folder, capsys):
+    words = ("score", "FOLDER/run", "--reference", "FOLDER/ref.npz", "--intervals", "--classes")
+    code, record = call(folder, *words, "--training", "FOLDER/ref.npz")
+    assert code == 0 and record["value_low"] < record["value"] and record["standard_error"] > 0
+    assert sum(row["n_ref"] for row in record["classes"]) == 64 and {"share_near", "auth_pct"} <= record.keys()
+    assert "need more than 64 features" in refusal(folder, capsys, *words[:4], "--infinity")
+
+
+def test_another_seed_does_not_go_on_with_the_images_of_this_one(folder, capsys):
+    words = ("generate", "FOLDER/run", "--out", "FOLDER/png", "--count", "8", "--labels", "balanced", "--batch", "4")
+    assert call(folder, *words)[1]["made"] == 8 and call(folder, *words)[1]["made"] == 0
+    assert "sample_seed = 1, now it is 2" in refusal(folder, capsys, *words, "--seed", "2")
+    assert len(list((folder / "png").glob("*.png"))) == 8
+
+
+def test_folders_of_images_are_scored_with_a_floor(folder):
+    for name, seed in (("real", 0), ("other", 1), ("made", 2)):
+        (folder / name).mkdir()
+        pixels = np.random.default_rng(seed).integers(0, 256, (12, 8, 8), dtype=np.uint8)
+        for i, image in enumerate(pixels):
+            Image.fromarray(image).save(folder / name / f"{i}.png")
+    words = (
+        "reference",
+        "FOLDER/real",
+        "--extractor",
+        "digits-cnn",
+        "--out",
+        "FOLDER/real.npz",
+        "--floor",
+        "FOLDER/other",
+    )
+    code, made = call(folder, *words)
+    assert code == 0 and made["n"] == made["n_kept"] == 12 and made["floor"] > 0 and len(made["images_sha256"]) == 64
+    code, record = call(folder, "score", "FOLDER/made", "--reference", "FOLDER/real.npz")
+    assert code == 0 and record["floor"] == made["floor"] and record["reference_sha256"] == made["images_sha256"]
+
+
+def test_adms_protocol_takes_its_file_and_gives_all_its_numbers(folder, tmp_path):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = FIDInception()
+        state = network.state_dict() | {"fc.weight": torch.randn(1008, 2048) / 45, "fc.bias": torch.zeros(1008)}
+    torch.save(state, tmp_path / "inception.pth")
+    draw = np.random.default_rng(0)
+    numbers = {"mu": np.zeros(2048), "sigma": np.eye(2048), "mu_s": np.zeros(2023), "sigma_s": np.eye(2023)}
+    np.savez(tmp_path / "adm.npz", arr_0=draw.integers(0, 256, (8, 16, 16, 3), dtype=np.uint8), **numbers)
+    np.savez(tmp_path / "made.npz", arr_0=draw.integers(0, 256, (12, 16, 16, 3), dtype=np.uint8))
+    how = ["--protocol", "adm-imagenet256", "--weights", str(tmp_path / "inception.pth"), "--batch", "4"]
+    code, made = call(folder, "reference", str(tmp_path / "adm.npz"), "--out", "FOLDER/adm.npz", *how)
+    assert code == 0 and made["n"] is None and made["n_kept"] == 8
+    code, record = call(folder, "score", str(tmp_path / "made.npz"), "--reference", "FOLDER/adm.npz", *how)
+    assert code == 0 and record["metric"] == "FID-12" and record["protocol"] == "adm-imagenet256"
+    assert {"sfid", "inception_score", "precision", "recall", "kid"} <= record.keys()
+    assert (record["n_gen"], record["n_ref"]) == (12, None)
