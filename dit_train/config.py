@@ -130,6 +130,8 @@ class MuonConfig:
     """Refreshes by all-to-all to one owner a matrix, or (as published) by all-gather, every rank orthogonalising."""
     bucket_mib: float | None = None
     """Largest bucket that travels at once, shards of all ranks together, in MiB; null: at most 64 for each rank."""
+    compile: bool = False
+    """Compile row steps, and the momentum on a refresh, at their first use; not bit-equal for all rank counts."""
     adamw: AuxiliaryAdamW = field(default_factory=AuxiliaryAdamW)
 
 

@@ -81,6 +81,7 @@ class AdamW(Driver):
         weight_decay: λ ≥ 0, decoupled.
         bucket_bytes: how much is updated at a time, shards of all ranks together; ``auto`` is 64 MiB of this rank's.
         max_in_flight: buckets in flight on a refresh, for groups of another algorithm.
+        compile: for groups of another algorithm; AdamW is a kernel of torch's.
 
     Raises:
         ValueError: for options out of range.
@@ -96,6 +97,7 @@ class AdamW(Driver):
         *,
         bucket_bytes: BucketBytes = "auto",
         max_in_flight: int = MAX_IN_FLIGHT,
+        compile: bool = False,
     ) -> None:
         options = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
-        super().__init__(params, ADAMW, options, bucket_bytes, max_in_flight)
+        super().__init__(params, ADAMW, options, bucket_bytes, max_in_flight, compile=compile)

@@ -64,6 +64,7 @@ class BlockMuon(Driver):
             four buckets on their way, but room for a matrix a rank.
         max_in_flight: buckets in flight on a refresh.
         process_group: accepted as by the other classes, for groups of another algorithm; blocks are never dealt.
+        compile: for groups of another algorithm; block steps have nothing to compile.
 
     Raises:
         ValueError: for options out of range, parameters of fewer than two dimensions, unsupported placements,
@@ -90,6 +91,7 @@ class BlockMuon(Driver):
         bucket_bytes: BucketBytes = "auto",
         max_in_flight: int = MAX_IN_FLIGHT,
         process_group: ProcessGroup | None = None,
+        compile: bool = False,
     ) -> None:
         options = {
             "lr": lr,
@@ -106,4 +108,4 @@ class BlockMuon(Driver):
             "exchange": exchange,
             "block_grid": block_grid,
         }
-        super().__init__(params, BLOCK_MUON, options, bucket_bytes, max_in_flight, process_group)
+        super().__init__(params, BLOCK_MUON, options, bucket_bytes, max_in_flight, process_group, compile)

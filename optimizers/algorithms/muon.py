@@ -60,6 +60,8 @@ class Muon(Driver):
         process_group: ranks that each hold the same plain (not DTensor) parameters and gradients, as under DDP: they
             deal the matrices of a refresh among them instead of all doing the same work. None: each works alone.
             All of them have to pass it. DTensors bring their own.
+        compile: whether the momentum of matrices of 1 MiB and more advances, on a refresh, in a kernel that
+            ``torch.compile`` writes at the first of them; eagerly, after a warning, if it cannot.
 
     Raises:
         ValueError: for options out of range, parameters of fewer than two dimensions, unsupported placements.
@@ -84,6 +86,7 @@ class Muon(Driver):
         bucket_bytes: BucketBytes = "auto",
         max_in_flight: int = MAX_IN_FLIGHT,
         process_group: ProcessGroup | None = None,
+        compile: bool = False,
     ) -> None:
         options = {
             "lr": lr,
@@ -99,4 +102,4 @@ class Muon(Driver):
             "wire_dtype": wire_dtype,
             "exchange": exchange,
         }
-        super().__init__(params, MUON, options, bucket_bytes, max_in_flight, process_group)
+        super().__init__(params, MUON, options, bucket_bytes, max_in_flight, process_group, compile)

@@ -88,6 +88,8 @@ class MuonBP(Driver):
         process_group: ranks that each hold the same plain (not DTensor) parameters and gradients, as under DDP: they
             deal the matrices of a refresh among them instead of all doing the same work. None: each works alone.
             All of them have to pass it. DTensors bring their own.
+        compile: whether the momentum of matrices of 1 MiB and more advances, on a refresh, in a kernel that
+            ``torch.compile`` writes at the first of them; eagerly, after a warning, if it cannot.
 
     Raises:
         ValueError: for options out of range, parameters of fewer than two dimensions, unsupported placements,
@@ -118,6 +120,7 @@ class MuonBP(Driver):
         bucket_bytes: BucketBytes = "auto",
         max_in_flight: int = MAX_IN_FLIGHT,
         process_group: ProcessGroup | None = None,
+        compile: bool = False,
     ) -> None:
         options = {
             "lr": lr,
@@ -138,4 +141,4 @@ class MuonBP(Driver):
             "block_lr_ratio": block_lr_ratio,
             "block_grid": block_grid,
         }
-        super().__init__(params, MUON_BP, options, bucket_bytes, max_in_flight, process_group)
+        super().__init__(params, MUON_BP, options, bucket_bytes, max_in_flight, process_group, compile)

@@ -11,7 +11,7 @@ row step are choices made here.
     if (t − phase − o) mod K = 0:         engine/schedule.py; o = 0, or the matrix's own offset if staggered
         O ← NewtonSchulz(U)               the whole matrix, gathered by sharding/exchange.py
         W ← (1 − η·λ)·W − η·a(m, n)·O
-    else:                                 engine/directions.py, row; silent where a shard holds whole rows, else
+    else:                                 engine/rows.py; silent where a shard holds whole rows, else
                                           engine/across.py: one all-reduce of all rows' ‖U_i‖₂²
         R_i ← U_i / ‖U_i‖₂                for every row i, that is every output neuron; a zero row stays zero
         W ← (1 − η·λ)·W − η·row_lr_ratio·a(m, n)·√(min(m, n)/m)·R
@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..engine.algorithm import MATRIX_OPTIONS, MAX_IN_FLIGHT, Algorithm, register
-from ..engine.directions import row
 from ..engine.driver import Driver
 from ..engine.momentum import MomentumForm
 from ..engine.scaling import AdjustLr
@@ -41,7 +40,6 @@ PERIODIC_ROW_MUON = register(
     Algorithm(
         name="periodic_row_muon",
         options={**MATRIX_OPTIONS, "period": 3, "phase": 0, "stagger": False, "row_lr_ratio": 1.0},
-        between=row,
         whole_rows=True,
     )
 )
@@ -79,6 +77,8 @@ class PeriodicRowMuon(Driver):
         process_group: ranks that each hold the same plain (not DTensor) parameters and gradients, as under DDP: they
             deal the matrices of a refresh among them instead of all doing the same work. None: each works alone.
             All of them have to pass it. DTensors bring their own.
+        compile: whether row steps, and the momentum on a refresh, of matrices of 1 MiB and more run in kernels that
+            ``torch.compile`` writes at the first of them; eagerly, after a warning, if it cannot.
 
     Raises:
         ValueError: for options out of range, parameters of fewer than two dimensions, unsupported placements.
@@ -107,6 +107,7 @@ class PeriodicRowMuon(Driver):
         bucket_bytes: BucketBytes = "auto",
         max_in_flight: int = MAX_IN_FLIGHT,
         process_group: ProcessGroup | None = None,
+        compile: bool = False,
     ) -> None:
         options = {
             "lr": lr,
@@ -126,4 +127,4 @@ class PeriodicRowMuon(Driver):
             "stagger": stagger,
             "row_lr_ratio": row_lr_ratio,
         }
-        super().__init__(params, PERIODIC_ROW_MUON, options, bucket_bytes, max_in_flight, process_group)
+        super().__init__(params, PERIODIC_ROW_MUON, options, bucket_bytes, max_in_flight, process_group, compile)

@@ -3,41 +3,70 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .directions import row, row_sums
+from .rows import FormInput, Kinds, kinds, to_steps, walk
 from .task import Task
-from .update import apply
+from .update import decay_and_add
 
 
 def row_steps_across(
     tasks: Sequence[Task],
-    advance: Callable[[Task], list[Tensor]],
-    look_ahead: Callable[[Task], list[Tensor]],
+    buffers: Callable[[Task], list[Tensor]],
+    advance: Callable[[Task], FormInput],
+    look_ahead: Callable[[Task], FormInput],
 ) -> int:
     """Take the row steps of tasks whose layouts have ``column_groups``; the bytes that this rank sends for it.
 
-    U is made twice, by ``advance`` for the sums of squares and by ``look_ahead`` for the step, so that it need not be
+    U is formed twice, by ``advance`` for the sums of squares and by ``look_ahead`` for the step, so that it need not be
     held for all matrices while the sums of all of them travel.
     """
     together: dict[Any, list[Task]] = defaultdict(list)
     for task in tasks:
         together[task.job.group, task.job.layouts[0].column_groups, task.job.device].append(task)
     sent = 0
-    for (_, column_groups, _), members in together.items():
-        sums = [[row_sums(u) for u in advance(task)] for task in members]
-        packed = torch.cat([s.flatten() for one in sums for s in one])
+    for (_, column_groups, device), members in together.items():
+        packed = torch.zeros(sum(map(_rows, members)), dtype=torch.float64, device=device)
+        walks = [
+            _with_sums(task, buffers(task), sums)
+            for task, sums in zip(members, packed.split([_rows(task) for task in members]), strict=True)
+        ]
+        for task, own in zip(members, walks, strict=True):
+            for _, _, parts, (*_, sums) in walk(own, advance(task)):
+                for part, total in zip(parts, sums, strict=True):
+                    norms = torch.linalg.vector_norm(part, dim=-1, keepdim=True, dtype=torch.float64)
+                    torch.square(norms, out=total[:, :1])
         for group in column_groups:
             ranks = dist.get_world_size(group)
             sent += 2 * packed.nbytes * (ranks - 1) // ranks
             dist.all_reduce(packed, group=group)
-        parts = iter(packed.split([s.numel() for one in sums for s in one]))
-        for task, one in zip(members, sums, strict=True):
-            whole = [next(parts).view(s.shape) for s in one]
-            apply(row(task.weights, look_ahead(task), task.job.layouts, task.group, whole), task.group)
+        for task, own in zip(members, walks, strict=True):
+            for factor, u, parts, (w, *_, sums) in walk(own, look_ahead(task)):
+                to_steps(u, task.group["lr"], factor, torch.cat([total[:, :1] for total in sums]))
+                decay_and_add(w, parts, task.group)
     return sent
+
+
+def _rows(task: Task) -> int:
+    return sum(w.shape[:-1].numel() for w in task.weights)
+
+
+def _with_sums(task: Task, buffers: list[Tensor], sums: Tensor) -> Kinds:
+    """What ``walk`` takes, with the rows' sums of squares as a fourth column, repeated to the shape of the weights.
+
+    They lie in ``sums`` in the order of the parameters, the same on all ranks, however many columns each holds: a
+    rank without any leaves its zeros there.
+    """
+
+    def repeated() -> Iterator[Tensor]:
+        parts = sums.split([w.shape[:-1].numel() for w in task.weights])
+        for w, part in zip(task.weights, parts, strict=True):
+            yield part.view(*w.shape[:-1], 1).expand(w.shape)
+
+    columns = (task.weights, buffers, task.dense_gradients(), list(repeated()))
+    return kinds(task.job.layouts, task.group, *columns)

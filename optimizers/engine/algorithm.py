@@ -39,10 +39,10 @@ MATRIX_OPTIONS: dict[str, Any] = {
 class Algorithm:
     """The parts of one algorithm.
 
-    A matrix algorithm orthogonalises whole matrices on its refresh steps and follows ``between`` on the others;
-    ``period`` fixes the schedule of one whose groups have no such option: 1 refreshes always, ∞ never.
-    An elementwise algorithm is its rule. ``whole_rows``: ``between`` is the row step, which has to know the norms of
-    whole rows where ranks share them.
+    A matrix algorithm orthogonalises whole matrices on its refresh steps. On the others it follows ``between``, or
+    takes the row step if ``whole_rows``, which has to know the norms of whole rows where ranks share them; ``period``
+    fixes the schedule of one whose groups have no such option: 1 refreshes always, ∞ never.
+    An elementwise algorithm is its rule.
     """
 
     name: str
@@ -58,6 +58,11 @@ class Algorithm:
         if self.elementwise is not None:
             return False
         return is_refresh(group["step"], group.get("period", self.period), group.get("phase", 0) + offset)
+
+    @property
+    def has_other_steps(self) -> bool:
+        """Whether it is a matrix algorithm with steps that orthogonalise no whole matrices."""
+        return self.whole_rows or self.between is not None
 
     @property
     def can_refresh(self) -> bool:

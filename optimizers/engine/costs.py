@@ -37,7 +37,7 @@ def plan_of(jobs: Sequence[Job], groups: Sequence[Mapping[str, Any]]) -> Plan:
         ranks |= {*members}
         if algorithm.can_refresh and group.get("period") != float("inf"):
             loads.append(_refresh(job, members, cost))
-        if algorithm.between is not None:
+        if algorithm.has_other_steps:
             loads.append(_other(job, algorithm, group, members, cost))
         if job.bucket is not None:
             names = tuple(label.split(", ", 1)[1].removeprefix("parameter ").split(" of ")[0] for label in job.labels)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..orthogonal.newton_schulz import STACK_BYTES, compute_dtype, orthogonalize_all, orthogonalize_pieces
-from ..orthogonal.pieces import Pieces, largest_entry
+from ..orthogonal.pieces import Pieces
 from ..sharding.layout import Layout
-from .scaling import row_scale, spectral_scale
+from .scaling import spectral_scale
 
 Grid = tuple[int, int]
 
@@ -84,58 +84,6 @@ def block(
     step.directions = orthogonalize_all(blocks, *_kernel(options, weights[0]))
     step.factors = [ratio * spectral_scale(options["adjust_lr_fn"], *w.shape) for w in step.weights]
     return step
-
-
-def row(
-    weights: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    layouts: Sequence[Layout],
-    options: Mapping[str, Any],
-    sums: Sequence[Tensor] | None = None,
-) -> Step:
-    """Divide every row by its 2-norm; a zero row stays zero.
-
-    A row lies wholly on one rank under Shard(0). If columns are divided over ranks, ``sums`` are the whole rows' sums
-    of squares, as ``row_sums`` of all of them together.
-    """
-    step = Step()
-    for i, (weight, u, layout) in enumerate(zip(weights, inputs, layouts, strict=True)):
-        direction = unit_rows(u) if sums is None else divide_rows(u, sums[i])
-        factors = row_factors(layout, options)
-        if len(set(factors)) <= 1:  # by far the usual case: no need to take the tensor apart
-            step.weights.append(weight)
-            step.directions.append(direction)
-            step.factors += factors[:1] or [1.0]
-        else:
-            step.weights += layout.views(weight)
-            step.directions += layout.views(direction)
-            step.factors += factors
-    return step
-
-
-def row_factors(layout: Layout, options: Mapping[str, Any]) -> list[float]:
-    """The factor of the row step of every matrix of which this rank holds anything."""
-    ratio, adjust = options.get("row_lr_ratio", 1.0), options["adjust_lr_fn"]
-    return [ratio * row_scale(adjust, *matrix.shape) for matrix, _, _ in layout.here]
-
-
-def row_sums(u: Tensor) -> Tensor:
-    """Sums of squares of the rows of ``u`` [..., n], in fp64: squares of every fp32 number are in its range."""
-    return torch.linalg.vector_norm(u, dim=-1, keepdim=True, dtype=torch.float64).square_()
-
-
-def divide_rows(u: Tensor, sums: Tensor) -> Tensor:
-    """``u`` [..., n] over the roots of ``sums`` [..., 1]; a zero row stays zero."""
-    return u / sums.sqrt().to(u.dtype).clamp_min(torch.finfo(u.dtype).tiny)
-
-
-def unit_rows(u: Tensor) -> Tensor:
-    """``u`` [..., n] with unit rows. The largest entry goes first, so that squares neither overflow nor vanish."""
-    tiny = torch.finfo(u.dtype).tiny
-    if u.numel() == 0:
-        return u.clone()
-    r = u / largest_entry(u, -1).clamp_min(tiny)
-    return r.div_(torch.linalg.vector_norm(r, dim=-1, keepdim=True).clamp_min(tiny))
 
 
 def wire_dtype(options: Mapping[str, Any], weight: torch.dtype) -> torch.dtype:

@@ -21,6 +21,7 @@ from ..sharding.report import Plan
 from ..sharding.team import Team, team_of
 from .across import row_steps_across
 from .algorithm import ALGORITHMS, Algorithm
+from .compiled import Kernels
 from .costs import plan_of
 from .directions import Step, orthogonalise, spectral, wire_dtype
 from .foreign import from_torch
@@ -53,6 +54,7 @@ class Driver(torch.optim.Optimizer):
             they travel, or in their own where nothing does.
         max_in_flight: buckets in flight on a refresh.
         process_group: of ranks that each hold the same plain tensors and gradients, and deal their matrices to owners.
+        compile: whether passes over large matrices run as kernels that are compiled at their first use.
 
     Raises:
         ValueError: for bad options, parameters that are no matrices, placements that are not supported, a
@@ -68,9 +70,11 @@ class Driver(torch.optim.Optimizer):
         bucket_bytes: BucketBytes,
         max_in_flight: int,
         process_group: dist.ProcessGroup | None = None,
+        compile: bool = False,
     ) -> None:
         self._options = {"algorithm": algorithm.name, **options}
-        self._bucket_bytes, self._max_in_flight = bucket_bytes, max_in_flight
+        self._bucket_bytes, self._max_in_flight, self._compile = bucket_bytes, max_in_flight, compile
+        self._kernels = Kernels()
         self._holders: Team | None = None
         self._travelled: list[Job] = []
         self._reduced_bytes = 0
@@ -85,6 +89,8 @@ class Driver(torch.optim.Optimizer):
                 auto = name == "bucket_bytes" and value == "auto"
                 if not auto and (not isinstance(value, int) or value < 1):
                     raise ValueError(f"{name} is {value!r} but has to be an int >= 1")
+            if not isinstance(compile, bool):
+                raise ValueError(f"compile is {compile!r} but has to be True or False")
             # Schedulers that cycle the momentum look for it among the defaults.
             super().__init__(params, {key: plain(value) for key, value in options.items()})
         except Exception as problem:
@@ -175,7 +181,7 @@ class Driver(torch.optim.Optimizer):
         if error is None:
             try:
                 jobs = divide(self.param_groups, self._bucket_bytes, self._holders)
-                lines = describe(self.param_groups, self._bucket_bytes, self._max_in_flight)
+                lines = describe(self.param_groups, self._bucket_bytes, self._max_in_flight, self._compile)
             except Exception as problem:
                 error = problem
         tensors = tensors_of(self.param_groups) if tensors is None else tensors
@@ -265,7 +271,7 @@ class Driver(torch.optim.Optimizer):
                 if not task.travels and not task.shares_rows:
                     self._stay(task)
             sharing = [task for task in tasks if task.shares_rows]
-            self._reduced_bytes = row_steps_across(sharing, self._inputs, self._look_ahead)
+            self._reduced_bytes = row_steps_across(sharing, self._buffers, self._advancing, self._looking_ahead)
 
         pipeline(travelling, self._depart, self._turn, self._land, self._max_in_flight, meanwhile)
 
@@ -276,8 +282,9 @@ class Driver(torch.optim.Optimizer):
             task.algorithm.elementwise(task.weights, state, task.dense_gradients(), task.group)
             return
         if task.algorithm.whole_rows and not task.refresh:
-            states = (task.weights, self._states(task, "momentum_buffer"), task.dense_gradients())
-            row_step(*states, task.job.layouts, task.group, partial(self._advance, task.group))
+            states = (task.weights, self._buffers(task), task.dense_gradients())
+            take_compiled = self._kernels.row_step if self._compile else None
+            row_step(*states, task.job.layouts, task.group, self._advancing(task), take_compiled)
             return
         direction = spectral if task.refresh else task.algorithm.between
         apply(direction(task.weights, self._inputs(task), task.job.layouts, task.group), task.group)
@@ -300,10 +307,10 @@ class Driver(torch.optim.Optimizer):
         apply(Step(task.weights, task.route.land(trip), factors), task.group)
 
     def _inputs(self, task: Task) -> list[Tensor]:
-        """U of a task: on a refresh new tensors of the dtype in which it would travel, else as ``_advance`` returns."""
-        buffers = self._states(task, "momentum_buffer")
+        """U of a task: on a refresh new tensors of the dtype in which it would travel, else as ``_advancing`` gives."""
+        buffers = self._buffers(task)
         if not task.refresh:
-            return self._advance(task.group, buffers, task.dense_gradients())
+            return self._advancing(task)(buffers, task.dense_gradients())
         wire = wire_dtype(task.group, task.weights[0].dtype)
         inputs = [torch.empty(m.shape, dtype=wire, device=m.device) for m in buffers]
         self._form(task, inputs)
@@ -311,17 +318,17 @@ class Driver(torch.optim.Optimizer):
 
     def _form(self, task: Task, outs: Sequence[Tensor | None]) -> None:
         """Update the momentum of a task and form U where it is wanted."""
-        buffers = self._states(task, "momentum_buffer")
-        advance_in(outs, buffers, task.dense_gradients(), partial(self._advance, task.group))
+        take_compiled = partial(self._kernels.advance, group=task.group) if self._compile else None
+        advance_in(outs, self._buffers(task), task.dense_gradients(), self._advancing(task), take_compiled)
 
-    def _advance(
-        self, group: dict[str, Any], buffers: list[Tensor], gradients: list[Tensor], out: list[Tensor] | None = None
-    ) -> list[Tensor]:
-        return update_momentum(buffers, gradients, group["momentum"], group["nesterov"], group["momentum_form"], out)
+    def _advancing(self, task: Task) -> Callable[..., list[Tensor]]:
+        return partial(update_momentum, **_momentum_options(task.group))
 
-    def _look_ahead(self, task: Task) -> list[Tensor]:
-        group, buffers = task.group, self._states(task, "momentum_buffer")
-        return look_ahead(buffers, task.dense_gradients(), group["momentum"], group["nesterov"], group["momentum_form"])
+    def _looking_ahead(self, task: Task) -> Callable[..., list[Tensor]]:
+        return partial(look_ahead, **_momentum_options(task.group))
+
+    def _buffers(self, task: Task) -> list[Tensor]:
+        return self._states(task, "momentum_buffer")
 
     def _states(self, task: Task, key: str) -> list[Tensor]:
         return task.job.select(local(self.state[p][key]) for p in task.job.params)
@@ -359,7 +366,7 @@ class Driver(torch.optim.Optimizer):
             saved = self._merged(state_dict["param_groups"])
             check_stored(self.param_groups, saved, state_dict["state"])
             members = [{**new, "params": group["params"]} for new, group in zip(saved, self.param_groups, strict=True)]
-            lines = describe(members, self._bucket_bytes, self._max_in_flight)
+            lines = describe(members, self._bucket_bytes, self._max_in_flight, self._compile)
             state_dict = {"state": wrap_tensors(state_dict["state"]), "param_groups": saved}
         except Exception as problem:
             error = problem
@@ -397,7 +404,7 @@ class Driver(torch.optim.Optimizer):
         return groups
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_options", "_bucket_bytes", "_max_in_flight", "_holders")
+        own = ("_options", "_bucket_bytes", "_max_in_flight", "_holders", "_compile")
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -406,4 +413,9 @@ class Driver(torch.optim.Optimizer):
         self._building = False
         self._travelled: list[Job] = []
         self._reduced_bytes = 0
+        self._kernels = Kernels()
         self._jobs = None
+
+
+def _momentum_options(group: dict[str, Any]) -> dict[str, Any]:
+    return {"mu": group["momentum"], "nesterov": group["nesterov"], "form": group["momentum_form"]}

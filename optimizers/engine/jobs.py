@@ -117,9 +117,11 @@ class _Load:
         return [Cargo(i, layout.shape, layout.shares) for i, (_, _, layout) in enumerate(self.members)]
 
 
-def describe(groups: Sequence[Mapping[str, Any]], bucket_bytes: BucketBytes, max_in_flight: int) -> list[str]:
+def describe(
+    groups: Sequence[Mapping[str, Any]], bucket_bytes: BucketBytes, max_in_flight: int, compile: bool
+) -> list[str]:
     """What all ranks have to agree about, an entry for each group and parameter."""
-    lines = [f"bucket_bytes {bucket_bytes}, max_in_flight {max_in_flight}"]
+    lines = [f"bucket_bytes {bucket_bytes}, max_in_flight {max_in_flight}, compile {compile}"]
     for number, group in enumerate(groups):
         where, algorithm = f"group {number}", ALGORITHMS[group["algorithm"]]
         settings = {k: group[k] for k in algorithm.options if k not in ("lr", "weight_decay")}

@@ -74,25 +74,30 @@ def advance_in(
     outs: Sequence[Tensor | None],
     buffers: list[Tensor],
     grads: list[Tensor],
-    advance: Callable[[list[Tensor], list[Tensor], list[Tensor]], object],
+    advance: Callable[..., object],
+    take_compiled: Callable[[list[Sequence[Tensor]]], list[Sequence[Tensor]]] | None = None,
 ) -> None:
     """U in tensors of another dtype, formed slice by slice: it never exists as a whole in the dtype of the buffers.
 
-    ``advance`` (buffers, gradients, out) updates the buffers and forms U in ``out``. Where ``outs`` is None, U is not
-    wanted.
+    ``advance`` (buffers, gradients, out=…) updates the buffers and forms U in ``out``. Where ``outs`` is None, U is not
+    wanted. ``take_compiled`` does so for some of the members (buffer, gradient, U) and returns the others.
     """
     scratch = Scratch(buffers[0].device)
-    for out, m, g in zip(outs, buffers, grads, strict=True):
-        for rows in as_rows(*((m, g) if out is None else (m, g, out))):
-            n, dtype = rows[0].shape[-1], rows[0].dtype
-            for counts, (moment, gradient, *narrow) in slices([rows], scratch.rows(n, dtype)):
-                if narrow and narrow[0][0].dtype == dtype:
-                    advance(moment, gradient, narrow[0])
-                    continue
-                u = scratch.take(sum(counts), n, dtype)
-                advance(moment, gradient, [u])
-                for target in narrow:
-                    target[0].copy_(u)
+    wanted, unwanted = [], []
+    for m, g, out in zip(buffers, grads, outs, strict=True):
+        (unwanted if out is None else wanted).extend(as_rows(*((m, g) if out is None else (m, g, out))))
+    if take_compiled is not None:
+        wanted = take_compiled(wanted)
+    for rows in (*wanted, *unwanted):
+        n, dtype = rows[0].shape[-1], rows[0].dtype
+        for counts, (moment, gradient, *narrow) in slices([rows], scratch.rows(n, dtype)):
+            if narrow and narrow[0][0].dtype == dtype:
+                advance(moment, gradient, out=narrow[0])
+                continue
+            u = scratch.take(sum(counts), n, dtype)
+            advance(moment, gradient, out=[u])
+            for target in narrow:
+                target[0].copy_(u)
 
 
 def _as_buffers(buffers: list[Tensor], grads: list[Tensor]) -> list[Tensor]:

@@ -69,7 +69,7 @@ def train(cls, shapes, mesh=None, placements=None, steps=4, zoo=None, splits=Non
     make = (lambda i, step, shape: values(1000 * (step + 1) + i, shape)) if zoo is None else zoo
     params = [nn.Parameter(place(values(i, s).to(dtype), mesh, placements)) for i, s in enumerate(shapes)]
     group = {"params": params} | ({} if splits is None else {"matrix_splits": splits})
-    optimizer = cls([group], lr=0.02, **options)
+    optimizer = cls([group], **{"lr": 0.02, **options})
     for step in range(steps):
         for i, p in enumerate(params):
             p.grad = place(make(i, step, p.shape).to(dtype), mesh, placements)
@@ -179,6 +179,23 @@ def case_rows_of_any_magnitude_are_unit_rows_under_columns():
     alone, _ = train(PeriodicRowMuon, [(6, 16)], period=math.inf, zoo=zoo)
     shared, _ = train(PeriodicRowMuon, [(6, 16)], mesh_of(dist.get_world_size()), [Shard(1)], period=math.inf, zoo=zoo)
     assert close(shared, alone, 1e-6) and all(w.isfinite().all() for w in shared)
+
+
+def case_zero_rows_stay_zero_at_a_large_learning_rate_under_columns():
+    def zoo(i, step, shape):
+        return torch.zeros(shape)
+
+    shared, _ = train(
+        PeriodicRowMuon, [(3, 1024)], mesh_of(dist.get_world_size()), [Shard(1)], period=math.inf, zoo=zoo, lr=1.0
+    )
+    assert all(w.isfinite().all() for w in shared)
+
+
+def case_ranks_without_columns_take_the_same_row_steps():
+    shapes = [(4, 1), (6, 16), (5, 2), (7, 3)]  # some ranks hold nothing of some, in no order of their widths
+    alone, _ = train(PeriodicRowMuon, shapes, period=math.inf)
+    shared, _ = train(PeriodicRowMuon, shapes, mesh_of(dist.get_world_size()), [Shard(1)], period=math.inf)
+    assert close(shared, alone, 1e-6)
 
 
 def case_hybrid_replicas_share_the_work_and_one_of_them_sends():

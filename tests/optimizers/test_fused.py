@@ -83,6 +83,17 @@ def test_rows_of_any_magnitude_and_their_neighbours_do_not_disturb_each_other():
     assert (alone[0] - together[0])[scales[:, 0] > 0].abs().max() < 1e-6
 
 
+def test_a_zero_row_stays_zero_at_a_large_learning_rate():
+    """The reciprocal of the smallest norm, times a step of more than 4, is no number of fp32."""
+    params = parameters(shapes=[(3, 1024)])
+    before = params[0].detach().clone()
+    params[0].grad = torch.zeros(3, 1024)
+    params[0].grad[1] = 1.0
+    rows_only(params, lr=1.0, weight_decay=0.0).step()
+    assert torch.equal(params[0][[0, 2]], before[[0, 2]])
+    assert torch.allclose(before[1] - params[0][1], torch.tensor(0.2))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes_and_strides_take_the_same_step(dtype):
     params = parameters(dtype=dtype)

@@ -158,7 +158,9 @@ def test_16_bit_weights_are_rounded_once_a_step(cls):
 def test_autocast_around_a_step_reaches_the_closure_and_not_the_update(cls, monkeypatch):
     update, inside, found, seen = driver.update_momentum, [], [], []
     monkeypatch.setattr(
-        driver, "update_momentum", lambda *args: inside.append(torch.is_autocast_enabled("cpu")) or update(*args)
+        driver,
+        "update_momentum",
+        lambda *args, **options: inside.append(torch.is_autocast_enabled("cpu")) or update(*args, **options),
     )
     for enabled in (False, True):
         w = weight(8, 6)
@@ -408,7 +410,7 @@ def test_defaults_of_the_class_and_of_a_group_that_names_its_algorithm_are_the_s
     found = {
         key: parameter.default
         for key, parameter in inspect.signature(cls).parameters.items()
-        if key not in ("params", "bucket_bytes", "max_in_flight", "process_group")
+        if key not in ("params", "bucket_bytes", "max_in_flight", "process_group", "compile")
     }
     (name,) = (group["algorithm"] for group in cls([weight(4, 4)]).param_groups)
     assert found == dict(ALGORITHMS[name].options)

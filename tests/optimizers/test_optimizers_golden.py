@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from optimizers import AdamW, BlockMuon, Muon, MuonBP, PeriodicRowMuon
-from optimizers.engine.directions import unit_rows
+from optimizers.engine.rows import to_steps
 from optimizers.engine.scaling import row_scale, spectral_scale
 from optimizers.orthogonal.coefficients import NS5
 from optimizers.orthogonal.newton_schulz import orthogonalize, orthogonalize_all
@@ -25,6 +25,12 @@ def gradient(t, dtype=torch.float64):
 
 def initial_weight():
     return torch.tensor([[(((3 * i + 5 * j) % 7) - 3) / 10 for j in range(6)] for i in range(4)], dtype=torch.float64)
+
+
+def unit_rows(x):
+    unit = x.clone()
+    to_steps(unit, 1.0, -1.0)
+    return unit
 
 
 def ns5(x):
