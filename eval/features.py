@@ -93,7 +93,7 @@ class Features:
             about = {"name": path.name, "file_sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
             return cls(stats, spatial, meta=about | stats.meta)
         if spatial is not None and stats.n is not None:
-            spatial = GaussianStats.given(spatial.mean, spatial.covariance, stats.n)
+            spatial = GaussianStats.given(spatial.mean, spatial.covariance, stats.n, spatial.meta)
         return cls(stats, spatial, None, ours["features"], ours["indices"], ours.get("labels"), stats.meta)
 
 
@@ -223,7 +223,8 @@ class _Sums:
         if splits and not extractor.num_classes:
             raise ValueError(f"{extractor.name} gives no class scores: there is no Inception Score of it")
         self.stats = GaussianStats(extractor.num_features, device)
-        self.spatial = GaussianStats(extractor.num_spatial, device) if extractor.num_spatial else None
+        layout = {"layout": "NHWC"}  # as ADM flattens them
+        self.spatial = GaussianStats(extractor.num_spatial, device, layout) if extractor.num_spatial else None
         self.inception = InceptionSums(extractor.num_classes, n, splits, device=device) if splits else None
         self._sorted, self._positions = indices.cpu().sort()
         self._bad: list[int] = []

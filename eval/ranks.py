@@ -34,8 +34,10 @@ def gather(rows: Tensor, indices: Tensor, group: dist.ProcessGroup | None = None
         (rows [total, d], indices [total]) on every rank, on the device of ``rows``.
 
     Raises:
-        ValueError: an index occurs twice, or rows and indices differ in number.
+        ValueError: an index occurs twice, rows and indices differ in number, or rows are not [N, d].
     """
+    if rows.ndim != 2:  # flattened, their mean would be one number
+        raise ValueError(f"rows must be [N, d], not {list(rows.shape)}")
     if len(rows) != len(indices):
         raise ValueError(f"{len(rows)} rows but {len(indices)} indices")
     indices = indices.to(rows.device)

@@ -54,7 +54,7 @@ def _read_npz(path: Path, spatial: bool) -> Contents:
         with np.load(path, allow_pickle=False) as file:
             names = set(file.files)
             found = {key: file[key] for key in (*keys, "n", "meta") if key in names}  # never arr_0: gigabytes
-        n = int(found["n"]) if "n" in found and not spatial else None
+        n = int(found["n"]) if "n" in found else None
         meta = json.loads(str(found["meta"])) if "meta" in found else {}
     except FileNotFoundError:
         raise

@@ -110,6 +110,14 @@ def test_the_value_of_kid_is_the_unbiased_estimate_of_all_images_whatever_the_bl
         assert kid_interval(a, b, block=block) == pytest.approx(whole, rel=1e-10)
 
 
+def test_over_all_possible_draws_the_mean_kernel_within_a_set_is_unbiased():
+    x = cloud(3, 12)
+    draws = torch.cartesian_prod(*[torch.arange(3)] * 3)
+    weights = torch.stack([torch.ones(3), *[torch.bincount(draw, minlength=3) for draw in draws]], 1).double()
+    value, *found = bootstrap._mean_within(bootstrap.Cloud(x, torch.zeros(D).double(), block=2), weights)
+    assert len(found) == 27 and torch.stack(found).mean().item() == pytest.approx(value.item(), rel=1e-12)
+
+
 def test_intervals_of_kid_hold_the_true_discrepancy():
     """In one dimension the kernel is 1 + 3xy + 3x²y² + x³y³: squares of differences of moments."""
     m, s = 0.5, 1.2

@@ -314,3 +314,8 @@ def test_another_extractor_or_image_size_is_not_compared(digits, reference, extr
 def test_an_index_that_two_ranks_made_is_noticed():
     with pytest.raises(ValueError, match="twice"):
         gather(torch.zeros(3, 2), torch.tensor([4, 5, 4]))
+
+
+def test_features_flattened_to_one_row_are_noticed():
+    with pytest.raises(ValueError, match=r"\[N, d\], not \[6\]"):
+        gather(torch.zeros(6), torch.arange(6))
