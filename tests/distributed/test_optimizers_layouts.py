@@ -566,7 +566,7 @@ def outcome(ranks):
     """Results of one start of so many ranks; three ranks read what two wrote."""
     if ranks == 3:
         outcome(2)
-    return run(everything, ranks, CHECKPOINT.name, timeout=300)
+    return run(everything, ranks, CHECKPOINT.name, timeout=600)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.long)])

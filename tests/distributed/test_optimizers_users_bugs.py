@@ -348,9 +348,9 @@ def case_a_refresh_needs_memory_for_its_buckets_and_not_for_the_momentum():
     optimizer = Muon(params, bucket_bytes=bucket, max_in_flight=2)
     set_gradients(params, 0, Shard(0))
     optimizer.step()
-    # Above the bound, since oneDNN reorders a matrix, and gloo's thread frees some buffers unseen by the profiler;
-    # tests/optimizers/test_refresh_memory.py is exact.
-    assert peak_bytes(optimizer.step) <= 11 * bucket < 4 * 32 * 240 * 256 / n
+    # Above the bound, since oneDNN reorders a matrix, iterations in fp32 (where bf16 is not native) take three more,
+    # and gloo's thread frees some buffers unseen by the profiler; tests/optimizers/test_refresh_memory.py is exact.
+    assert peak_bytes(optimizer.step) <= 14 * bucket < 4 * 32 * 240 * 256 / n
 
 
 CASES = [case for name, case in sorted(globals().items()) if name.startswith("case_")]
