@@ -1,15 +1,19 @@
 """Compares runs that differ in their optimizer: a table, score curves, samples side by side.
 
-usage: python scripts/compare.py RUN... --out FOLDER
+usage: python scripts/compare.py RUN... --out FOLDER [--json FILE]
 
 Scores are Fréchet distances and KID against held-out images, beside the floor that as many training images get. Runs
 whose scores were not taken alike are refused.
+
+FILE holds, by run folder: optimizer, lr, score (the last record), best (the record of the lowest value), heldout_loss
+(null if diverged), optimizer_ms, step_ms and wire_bytes (means a step).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import statistics
 import sys
@@ -129,6 +133,26 @@ def _costs(run: Finished) -> list[str]:
     ]
 
 
+def summary(run: Finished) -> dict[str, Any]:
+    """What the table is made of, as JSON values."""
+    return {
+        "optimizer": run.name,
+        "lr": run.config["optimizer"]["lr"],
+        "score": run.scores[-1],
+        "best": min(run.scores, key=lambda row: row["value"]),
+        "heldout_loss": run.losses[-1]["heldout_loss"],
+        "optimizer_ms": _per_step(run, "optimizer_ms"),
+        "step_ms": _per_step(run, "step_ms"),
+        "wire_bytes": statistics.fmean(row["wire_bytes"] for row in run.steps),
+    }
+
+
+def write_json(found: Any, path: Path) -> None:
+    """Write JSON values to a file whose folder is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def _per_step(run: Finished, key: str) -> float:
     """Mean over a period of the medians of its steps: refreshes count as often as they come, hiccups do not."""
     period = run.config["optimizer"].get("period", 1)
@@ -187,6 +211,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the pictures and table go")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the table's numbers")
     arguments = parser.parse_args()
     try:
         runs = [read(folder) for folder in arguments.runs]
@@ -196,8 +221,10 @@ def main() -> int:
         return 2
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
+        if arguments.json is not None:
+            write_json({str(run.folder): summary(run) for run in runs}, arguments.json)
     except OSError as error:
-        print(f"compare: --out {arguments.out}: {error.strerror}; name a folder", file=sys.stderr)
+        print(f"compare: {error.filename}: {error.strerror}; name another", file=sys.stderr)
         return 2
     ranks = {run.scores[-1].get("ranks") for run in runs}
     text = table(runs, costs=len(ranks) == 1)

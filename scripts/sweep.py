@@ -1,9 +1,12 @@
 """Finds each optimizer's learning rate on a grid that grows until the best one lies inside it, and compares them there.
 
-usage: python scripts/sweep.py BASE... --optimizer FILE [--optimizer FILE ...] --out FOLDER
+usage: python scripts/sweep.py BASE... --optimizer FILE [--optimizer FILE ...] --out FOLDER [--json FILE]
 
 The best is the lowest held-out loss at the end (averaged weights); the score takes no part in the choice. Each run is a
 folder of its own under FOLDER: a second call goes on, and takes no time for what is done.
+
+FILE holds losses: held-out loss by optimizer file and learning rate (null if diverged), and runs: by optimizer file
+what `compare.py --json` has of the best run.
 """
 
 from __future__ import annotations
@@ -154,6 +157,7 @@ def main() -> int:
     parser.add_argument("--optimizer", action="append", required=True, metavar="FILE", help="may be given repeatedly")
     parser.add_argument("--start", type=float, help="middle of the first three rates (default: each file's lr)")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="losses, and the numbers of the best runs")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of each run (default 1)")
     parser.add_argument("--jobs", type=int, default=max(1, os.cpu_count() or 1), help="runs at a time (default: cores)")
     parser.add_argument("--factor", type=float, default=2.0, help="ratio of neighbouring rates (default 2)")
@@ -176,6 +180,13 @@ def main() -> int:
     # times and bytes are left out: the runs shared the cores
     text = f"{loss_table(losses)}\n\n{compare.table(runs, costs=False)}\n"
     (arguments.out / "sweep.md").write_text(text)
+    if arguments.json is not None:
+        finite = {
+            name: {f"{lr:g}": loss if math.isfinite(loss) else None for lr, loss in found.items()}
+            for name, found in losses.items()
+        }
+        found = {"losses": finite, "runs": dict(zip(losses, map(compare.summary, runs), strict=True))}
+        compare.write_json(found, arguments.json)
     compare.draw_curves(runs, arguments.out / "comparison.png")
     compare.draw_samples(runs, arguments.out / "samples.png")
     print(f"\n{text}\n{arguments.out / 'sweep.md'}")

@@ -4,10 +4,12 @@
     python scripts/train_classifier.py --data fashion_mnist --fashion-dir /usr/share/datasets/fashion-mnist
 
 Prints the held-out accuracy and writes ``eval/weights/<name>-<first 8 hex digits of the SHA-256>.safetensors``.
+--json FILE takes name, weights (the file), training and heldout (accuracies).
 """
 
 import argparse
 import hashlib
+import json
 import sys
 from pathlib import Path
 
@@ -78,6 +80,7 @@ def main() -> None:
     parser.add_argument("--data", choices=("digits", "fashion_mnist"), required=True)
     parser.add_argument("--fashion-dir", help="folder of the four .gz files; /usr/share/datasets/fashion-mnist without")
     parser.add_argument("--out", type=Path, default=ROOT / "eval/weights", help="folder for the weights")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="what is printed")
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -88,9 +91,14 @@ def main() -> None:
         name, network, epochs = "fashion-mnist-cnn", fashion_mnist_cnn(), 3
     dataset = load(data)
     train(network, *arrays(dataset.train), epochs=epochs)
-    for part, source in (("training", dataset.train), ("held-out", dataset.heldout)):
-        print(f"{name}: accuracy {accuracy(network, *arrays(source)):.4f} on {len(source)} {part} images")
-    print(f"wrote {write(network, name, options.out)}")
+    found = {"name": name}
+    for part, source in (("training", dataset.train), ("heldout", dataset.heldout)):
+        found[part] = float(accuracy(network, *arrays(source)))
+        print(f"{name}: accuracy {found[part]:.4f} on {len(source)} {part} images")
+    found["weights"] = str(write(network, name, options.out))
+    print(f"wrote {found['weights']}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -45,8 +45,11 @@ def test_the_table_and_pictures(tmp_path):
         write_run(tmp_path / "a", "adamw", [30.0, 12.5, 14.0]),
         write_run(tmp_path / "b", "periodic_row_muon", [20.0, 9.0, 8.0]),
     ]
-    shown = compare(*runs, "--out", tmp_path / "out")
+    shown = compare(*runs, "--out", tmp_path / "out", "--json", tmp_path / "found.json")
     assert shown.returncode == 0, shown.stderr
+    found = json.loads((tmp_path / "found.json").read_text())[str(runs[1])]
+    assert (found["best"]["value"], found["heldout_loss"], found["optimizer_ms"]) == (8.0, 0.25, 4.0)
+    assert (found["score"]["step"], found["wire_bytes"], found["lr"]) == (30, 1000, 0.001)
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.stdout.splitlines() if "|" in line]
     assert lines[2] == ["adamw", "0.001", "12.5 at 20", "14.0", "0.50 ± 0.01", "0.2500", "2.0", "10.0", "1.0"]
     # every third step of 8 ms counts in the mean of a period, though no median would show it; one hiccup does not
