@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from optimizers import AdamW, BlockMuon, Muon, MuonBP, PeriodicRowMuon
 from optimizers.engine import compiled, rows
@@ -173,6 +174,19 @@ def test_a_failing_compiler_leaves_a_refresh_as_it_is(monkeypatch):
             optimizer.step()
         found.append([p.detach() for p in params])
     assert all(map(torch.equal, *found))
+
+
+def test_a_counter_around_one_step_does_not_turn_it_off():
+    params = parameters([(6, 8)])
+    give_gradients(params, 1)
+    optimizer = rows_only(params, compile=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="compile=True")
+        with FlopCounterMode(display=False):
+            optimizer.step()
+        assert graphs() == 0
+        optimizer.step()
+    assert graphs() == 2
 
 
 @pytest.mark.parametrize("failing", ["scales_of_rows", "update_rows"])
