@@ -49,7 +49,7 @@ def score(
     generated = extract(
         images, indices, extractor, batch_size,
         group=group, keep=protocol.keep, splits=protocol.splits, seed=seed, progress=progress,
-        shape=reference.meta.get("image_shape") if protocol.count is None else None,
+        shape=reference.meta.get("image_shape"),
     )  # fmt: skip
     return compare(generated, reference, protocol, seed, group)
 
@@ -87,7 +87,7 @@ def compare(
     _check_seen_alike(about["extractor"], about["weights_sha256"], about["resize"], reference)
     _check_count(len(generated), reference, protocol)
     theirs = reference.meta.get("image_shape")
-    if protocol.count is None and theirs not in (None, about["image_shape"]):
+    if theirs not in (None, about["image_shape"]):
         raise ValueError(f"images are {about['image_shape']}, the reference's {theirs}")
     return {
         "protocol": protocol.name,

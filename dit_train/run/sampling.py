@@ -50,14 +50,18 @@ class Sampler:
 
     def __call__(self, indices: Tensor) -> Tensor:
         """Samples by global index."""
+        samples = self.values(indices)
+        finite = samples.isfinite().flatten(1).all(1).cpu()
+        self.broken |= set(indices[~finite].tolist())
+        return quantize(samples.nan_to_num(-1, -1, -1), self._rule).cpu()
+
+    def values(self, indices: Tensor) -> Tensor:
+        """The same before quantisation, about -1..1: floats [N, C, H, W] on the model's device."""
         settings = self._settings
         noise = rng.normal(self._shape, settings.seed, "sample", samples=indices.tolist()).to(self._device)
         labels = self.labels(indices).to(self._device)
         velocity = guided(self._model, labels, self._null_label, settings.guidance)
-        samples = SAMPLERS[settings.sampler](velocity, noise, settings.steps)
-        finite = samples.isfinite().flatten(1).all(1).cpu()
-        self.broken |= set(indices[~finite].tolist())
-        return quantize(samples.nan_to_num(-1, -1, -1), self._rule).cpu()
+        return SAMPLERS[settings.sampler](velocity, noise, settings.steps)
 
     def count_broken(self) -> int:
         """How many samples of all ranks were not finite; every rank calls it."""
