@@ -43,9 +43,7 @@ def score(
 
     Args and raises: as ``extract`` and ``compare``; what can be refused before an image is made, is.
     """
-    _check_seen_alike(extractor.name, extractor.weights_sha256, extractor.resize, reference)
-    _check_count(len(indices), reference, protocol)
-    protocol.check(extractor)
+    check_comparable(len(indices), extractor, reference, protocol)
     generated = extract(
         images, indices, extractor, batch_size,
         group=group, keep=protocol.keep, splits=protocol.splits, seed=seed, progress=progress,
@@ -133,6 +131,13 @@ def floor(
     draw = torch.randperm(len(train_images), generator=torch.Generator().manual_seed(seed))[: len(reference)]
     pick = train_images.cpu()
     return score(lambda chosen: pick[chosen], draw.sort().values, reference, extractor, batch_size, group, seed)
+
+
+def check_comparable(n: int, extractor: FeatureExtractor, reference: Features, protocol: Protocol) -> None:
+    """Raise the ValueError that ``compare`` would for n images seen through ``extractor``, before any is made."""
+    protocol.check(extractor)
+    _check_seen_alike(extractor.name, extractor.weights_sha256, extractor.resize, reference)
+    _check_count(n, reference, protocol)
 
 
 def _check_seen_alike(extractor: str, weights: str, resize: str, reference: Features) -> None:

@@ -14,7 +14,8 @@ EDM or clean-fid tools. All commands run under torchrun as well, where ranks sha
     score       the record of eval.score.compare and how the images were made
     compare     the records by file name
 
-Exit codes: 0 done, 2 bad input, 85 asked to stop (`generate` goes on when it is called again).
+Exit codes: 0 done, 2 bad input, 85 asked to stop (`generate` goes on when it is called again); torchrun turns each
+but 0 into 1.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -53,6 +55,9 @@ from eval.ranks import from_main
 from eval.statistics_file import OnlyImagesError
 from eval.writing import read_settings, write_images
 
+_SECONDS_FOR_RANK_0 = 5
+"""What all ranks meet, rank 0 tells: torchrun ends the others when it leaves. What one meets alone, it tells itself."""
+
 
 class Stopped(Exception):
     """A rank was asked to stop; raised on all."""
@@ -69,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say("stopped; the same command goes on")
         return exits.STOPPED
     except (ConfigError, ValueError, TypeError, OSError) as error:
+        if int(os.environ.get("RANK", 0)):
+            time.sleep(_SECONDS_FOR_RANK_0)
         print(f"fid.py: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return exits.BAD_INPUT
     if options.json is not None and found is not None:
@@ -185,6 +192,7 @@ def score(options: argparse.Namespace) -> dict[str, Any] | None:
             images = _open(options, options.images, lossy=options.lossy)
             indices, about = torch.arange(len(images))[: options.count], _made(options.images, images)
             labels = None if images.labels is None else lambda chosen: images.labels[chosen]
+        eval.score.check_comparable(len(indices), extractor, real, wanted)
         generated = extract(
             images, indices, extractor, options.batch, keep=wanted.keep, splits=wanted.splits, meta=about,
             labels=labels, progress=countdown("images", _say),
