@@ -31,13 +31,15 @@ def details(
         classes: ``classes``, a row a class; both sides need labels.
         training: of the training images: ``share_near``, ``auth_pct`` and the nearest pairs, as ``Memorisation``.
 
-    CLIP embeddings give ``cmmd`` unasked.
+    CLIP embeddings give ``cmmd`` unasked. ``details_count`` says of how many images these are: those kept, which are
+    fewer than the score's beyond a protocol's ``keep``.
 
     Raises:
         ValueError: features or labels that are needed were not kept, or images are too few.
     """
-    found: dict[str, Any] = {}
-    if not len(generated.kept):
+    asked = intervals or infinity or classes or training is not None
+    found: dict[str, Any] = {"details_count": len(generated.kept)} if asked else {}
+    if asked and not len(generated.kept):
         raise ValueError("details need single images, but no features were kept")
     if intervals:
         interval = frechet_interval(generated.kept, reference.stats)
@@ -52,8 +54,17 @@ def details(
         found["classes"] = per_class(generated.kept, generated.labels, reference.kept, reference.labels)
     if training is not None:
         _check_single(reference, "the reference")
+        _check_single(training, "the reference of training images")
+        for key in ("extractor", "weights_sha256", "resize"):
+            if training.meta.get(key) != generated.meta[key]:
+                raise ValueError(f"the training images were seen through another {key}: make their reference anew")
         near = memorisation(generated.kept, training.kept, reference.kept)
-        found |= near._asdict() | {"generated": generated.indices[torch.tensor(near.generated)].tolist()}
+        found |= near._asdict() | {
+            "generated": generated.indices[torch.tensor(near.generated)].tolist(),
+            "training": training.indices[torch.tensor(near.training)].tolist(),
+            "training_sha256": training.meta.get("images_sha256"),
+            "training_count": len(training.kept),
+        }
     if generated.meta["extractor"].startswith("clip-") and len(reference.kept):
         found["cmmd"] = cmmd(generated.kept, reference.kept)
     return found

@@ -8,6 +8,8 @@ else looks at single images.
 import hashlib
 import json
 import os
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,13 +87,18 @@ class Features:
         path = Path(path)
         stats, names, ours = GaussianStats.load(path, device), set(), {}
         if path.suffix != ".pkl":
-            with np.load(path, allow_pickle=False) as file:
-                names = set(file.files)
-                ours = {name: torch.from_numpy(file[name]) for name in {"features", "indices", "labels"} & names}
+            try:
+                with np.load(path, allow_pickle=False) as file:
+                    names = set(file.files)
+                    ours = {name: torch.from_numpy(file[name]) for name in {"features", "indices", "labels"} & names}
+            except (zipfile.BadZipFile, zlib.error, EOFError, TypeError) as error:
+                raise ValueError(f"{path}: damaged ({error}); make it anew") from error
         spatial = GaussianStats.load(path, device, spatial=True) if "mu_s" in names else None
         if not {"features", "indices"} <= ours.keys():
             about = {"name": path.name, "file_sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
             return cls(stats, spatial, meta=about | stats.meta)
+        if len({len(ours[key]) for key in ours}) != 1:
+            raise ValueError(f"{path}: damaged (features, indices and labels differ in number); make it anew")
         if spatial is not None and stats.n is not None:
             spatial = GaussianStats.given(spatial.mean, spatial.covariance, stats.n, spatial.meta)
         return cls(stats, spatial, None, ours["features"], ours["indices"], ours.get("labels"), stats.meta)
@@ -144,6 +151,8 @@ def extract(
         return made
 
     if isinstance(images, ImageSet):
+        if shape is not None and list(images.shape) != list(shape):
+            raise ValueError(f"images are {list(images.shape)}, the reference's {list(shape)}")
         shapes, batches = {images.shape}, images.batches(indices, batch_size, group, progress)
     else:
         batches = generate(watched, indices, batch_size, group, progress)
@@ -159,6 +168,7 @@ def extract(
         raise ValueError(f"images of different shapes: {' and '.join(map(str, sorted(shapes)))}")
     kept, order = gather(torch.cat(rows), torch.cat(done), group)
     about = {
+        **(meta or {}),
         "extractor": extractor.name,
         "weights_sha256": extractor.weights_sha256,
         "resize": extractor.resize,
@@ -168,7 +178,6 @@ def extract(
         "first_index": int(indices.min()),
         "last_index": int(indices.max()),
         "torch": str(torch.__version__),
-        **(meta or {}),
     }
     return Features(sums.stats, sums.spatial, sums.inception, kept, order, labels(order) if labels else None, about)
 

@@ -56,8 +56,8 @@ def from_main(compute: Callable[[], Any], group: dist.ProcessGroup | None = None
     For what only one rank may do, such as listing a folder and deciding by it. The result is small and picklable.
 
     Raises:
-        Exception: what ``compute`` raised, on rank 0; elsewhere a ValueError if it was one, else a RuntimeError, with
-            the same text. So all raise or none does.
+        Exception: what ``compute`` raised, on rank 0; elsewhere a ValueError or OSError if it was one, else a
+            RuntimeError, with the same text. So all raise or none does.
     """
     rank, ranks = world(group)
     if ranks == 1:
@@ -73,13 +73,14 @@ def from_main(compute: Callable[[], Any], group: dist.ProcessGroup | None = None
             told[0] = compute()
         except Exception as error:  # whatever it is, the others wait to hear of it
             cause = error
-            told[1] = (isinstance(error, ValueError), f"{error}" or type(error).__name__)
+            kind = next((kind for kind in (ValueError, OSError) if isinstance(error, kind)), RuntimeError)
+            told[1] = (kind, f"{error}" or type(error).__name__)
     dist.broadcast_object_list(told, group=group, device=device, group_src=0)
     if cause is not None:
         raise cause
     if told[1] is not None:
-        refused, text = told[1]
-        raise ValueError(text) if refused else RuntimeError(f"on rank 0: {text}")
+        kind, text = told[1]
+        raise kind(text if kind is ValueError else f"on rank 0: {text}")
     return told[0]
 
 

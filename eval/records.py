@@ -8,6 +8,7 @@ ALIKE = (
     "protocol",
     "n_gen",
     "n_ref",
+    "n_kept",
     "extractor",
     "weights_sha256",
     "resize",
@@ -15,6 +16,7 @@ ALIKE = (
     "image_shape",
     "reference_sha256",
     "labels",
+    "classes_sha256",
     "weights",
     "sampler",
     "guidance",
@@ -55,9 +57,12 @@ def table(records: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [head, ["---"] * len(head)]
     for name, record in records.items():
         lines.append([name, _value(record), *(_cell(record, key, scale) for key, _, scale in columns), _count(record)])
-    for value, kid in sorted({(r["floor"], r["floor_kid"]) for r in records.values() if "floor" in r}):
+    floors = {(r["floor"], r["floor_kid"]) for r in records.values() if {"floor", "floor_kid"} <= r.keys()}
+    for value, kid in sorted(floors):
         cells = [f"{kid * scale:.2f}" if key == "kid" else "" for key, _, scale in columns]
         lines.append(["floor: other real images", f"{value:.2f}", *cells, ""])
+    if not floors:
+        lines.append(["floor: not measured", *[""] * (len(head) - 1)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

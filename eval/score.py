@@ -46,7 +46,7 @@ def score(
     check_comparable(len(indices), extractor, reference, protocol)
     generated = extract(
         images, indices, extractor, batch_size,
-        group=group, keep=protocol.keep, splits=protocol.splits, seed=seed, progress=progress,
+        group=group, keep=max(protocol.keep, len(reference.kept)), splits=protocol.splits, seed=seed, progress=progress,
         shape=reference.meta.get("image_shape"),
     )  # fmt: skip
     return compare(generated, reference, protocol, seed, group)
@@ -95,9 +95,11 @@ def compare(
         "n_gen": len(generated),
         "n_ref": reference.stats.n,
         "num_features": generated.stats.num_features,
+        "rank_deficient": len(generated) <= generated.stats.num_features,
         **about,
         "reference": reference.meta.get("name", "statistics of another tool"),
-        "reference_sha256": reference.meta.get("images_sha256", reference.meta.get("file_sha256")),
+        "reference_sha256": reference.meta.get("file_sha256", reference.meta.get("images_sha256")),
+        "n_kept": [len(generated.kept), len(reference.kept)],
         **{key: reference.meta[key] for key in FLOOR if key in reference.meta},
     }
 
@@ -136,20 +138,22 @@ def floor(
 def check_comparable(n: int, extractor: FeatureExtractor, reference: Features, protocol: Protocol) -> None:
     """Raise the ValueError that ``compare`` would for n images seen through ``extractor``, before any is made."""
     protocol.check(extractor)
+    if extractor.num_features != reference.stats.num_features:
+        theirs = reference.stats.num_features
+        raise ValueError(f"{extractor.name} gives {extractor.num_features} features, the reference has {theirs}")
     _check_seen_alike(extractor.name, extractor.weights_sha256, extractor.resize, reference)
     _check_count(n, reference, protocol)
 
 
 def _check_seen_alike(extractor: str, weights: str, resize: str, reference: Features) -> None:
     """Statistics of other tools name no extractor; the user answers for them."""
-    told = reference.meta.get("extractor")
-    if told is not None and (told, reference.meta["weights_sha256"]) != (extractor, weights):
+    told, theirs = reference.meta.get("extractor"), str(reference.meta.get("weights_sha256"))
+    if told is not None and (told, theirs) != (extractor, weights):
         raise ValueError(
-            f"the reference was seen through {told} ({reference.meta['weights_sha256'][:8]}), "
-            f"not {extractor} ({weights[:8]}): make it anew"
+            f"the reference was seen through {told} ({theirs[:8]}), not {extractor} ({weights[:8]}): make it anew"
         )
-    if told is not None and reference.meta["resize"] != resize:
-        raise ValueError(f"the reference was resized by {reference.meta['resize']}, not {resize}: make it anew")
+    if told is not None and reference.meta.get("resize") != resize:
+        raise ValueError(f"the reference was resized by {reference.meta.get('resize')}, not {resize}: make it anew")
 
 
 def _check_count(n: int, reference: Features, protocol: Protocol) -> None:
@@ -159,6 +163,9 @@ def _check_count(n: int, reference: Features, protocol: Protocol) -> None:
         )
     if protocol.count is None and n != len(reference):
         raise ValueError(f"{n} images against {len(reference)} in the reference: use equal n, the bias is about 1/n")
+    held = len(reference.kept)
+    if protocol.neighbours and protocol.equal_n and held and min(n, max(protocol.keep, held)) != held:
+        raise ValueError(f"precision and recall want equal n, but {n} images meet {held} kept in the reference")
     if n < 4:
         raise ValueError(f"{n} images cannot be scored: KID needs at least 4")
 
@@ -167,6 +174,8 @@ def _distances(generated: Features, reference: Features, protocol: Protocol, see
     """``_numbers``, with whatever goes wrong told as no distances."""
     try:
         return _numbers(generated, reference, protocol, seed)
+    except ValueError:
+        raise
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise RuntimeError(f"no distances: {type(error).__name__}: {reason}") from error

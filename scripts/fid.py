@@ -9,8 +9,9 @@ IMAGES is a folder, .zip or .npz (``arr_0`` uint8 NHWC), or the folder of a run:
 `reference`, of images sampled on the way, which touch no disk, for `score`. REFERENCE may as well come from the ADM,
 EDM or clean-fid tools. All commands run under torchrun as well, where ranks share the work, and take --json FILE:
 
-    reference   n, n_kept, name, images_sha256, extractor, weights_sha256, resize, image_shape, floor, floor_kid
-    generate    out, count, and every setting that the images depend on
+    reference   n, n_kept, name, images_sha256, extractor, weights_sha256, resize, image_shape, conversions, and with
+                --floor or of a run floor, floor_kid, floor_draws
+    generate    out, count, made (by this call), not_finite, and every setting that the images depend on
     score       the record of eval.score.compare and how the images were made
     compare     the records by file name
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import sys
@@ -50,8 +52,9 @@ from eval.details import details
 from eval.extractors import FeatureExtractor
 from eval.features import Features, extract
 from eval.images import ImageSet, open_images
-from eval.protocols import PROTOCOLS, Protocol, protocol
+from eval.protocols import INCEPTION, PROTOCOLS, Protocol, protocol
 from eval.ranks import from_main
+from eval.statistics import fp64_device
 from eval.statistics_file import OnlyImagesError
 from eval.writing import read_settings, write_images
 
@@ -67,19 +70,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     options = _parser().parse_args(arguments)
     try:
+        _check_writable(options)
         with StopRequest() as stop:
             options.stop = stop
             found = options.command(options)
     except Stopped:
         _say("stopped; the same command goes on")
         return exits.STOPPED
-    except (ConfigError, ValueError, TypeError, OSError) as error:
+    except (ConfigError, ValueError, TypeError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "on rank 0: " not in str(error):
+            raise
         if int(os.environ.get("RANK", 0)):
             time.sleep(_SECONDS_FOR_RANK_0)
         print(f"fid.py: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return exits.BAD_INPUT
     if options.json is not None and found is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     return exits.DONE
 
@@ -118,20 +123,27 @@ def _reference_of_files(options: argparse.Namespace, wanted: Protocol, world: Wo
     if known is not None and not _holds_images(options.images):
         return known
     extractor = _extractor(options, wanted, None, world)
+    if known is not None and extractor.name != INCEPTION:
+        raise ConfigError(f"{options.images}: its mu and sigma are of {INCEPTION}, not of {extractor.name}")
+    if known is not None and options.floor is not None:
+        raise ConfigError(f"--floor: {options.images} does not say of how many images its mu and sigma are")
     real = _open(options, options.images, lossy=True)
     about = {"name": options.name or options.images.name, "images_sha256": real.sha256, **real.describe()}
     made = extract(
         real, torch.arange(len(real))[: options.count], extractor, options.batch, keep=wanted.keep, meta=about,
         labels=None if real.labels is None else lambda chosen: real.labels[chosen],
-        progress=countdown("features", _say),
+        progress=_progress(options),
     )  # fmt: skip
     if known is not None:  # ADM's file: sums over all training images, beside 10,000 images for precision and recall
         made.stats, made.spatial = known.stats, known.spatial
-        made.meta |= {"file_sha256": known.meta["file_sha256"]}
+        made.meta |= {"file_sha256": known.meta["file_sha256"], "conversions": ["mu and sigma are those of the file"]}
+        _say("mu and sigma of the file are taken; its images serve KID, precision and recall alone")
     if options.floor is not None:
         others = _open(options, options.floor, lossy=True)
+        if len(others) < len(made):
+            raise ConfigError(f"--floor: {len(others)} images, but the reference has {len(made)}")
         draw = torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[: len(made)].sort().values
-        found = eval.score.score(others.batch, draw, made, extractor, options.batch)
+        found = eval.score.score(others.batch, draw, made, extractor, options.batch, protocol=wanted)
         made.meta |= {"floor": found["value"], "floor_kid": found["kid"], "floor_draws": 1}
     return made
 
@@ -159,16 +171,16 @@ def generate(options: argparse.Namespace) -> dict[str, Any] | None:
     with joined(ParallelConfig(device=options.device)) as world:
         real = Features.load(options.reference) if options.reference else None
         images, indices, about = _sampled(options, wanted, real, world)
-        left = countdown("images", _say)
-
-        def progress(done: int, total: int) -> None:
-            left(done, total)
-            if done < total and faults.any_asked(options.stop.asked):
-                raise Stopped
-
         labels = images.labels(indices) if options.out.suffix == ".npz" else None
         made = write_images(
-            images, options.out, indices, options.batch, about, labels=labels, rgb=options.rgb, progress=progress
+            images,
+            options.out,
+            indices,
+            options.batch,
+            about,
+            labels=labels,
+            rgb=options.rgb,
+            progress=_progress(options),
         )
         broken = images.count_broken()
         if not world.is_main:
@@ -183,7 +195,8 @@ def score(options: argparse.Namespace) -> dict[str, Any] | None:
     """The record of images, or of what a run samples, against --reference."""
     wanted = protocol(options.protocol)
     with joined(ParallelConfig(device=options.device)) as world:
-        real = Features.load(options.reference)
+        real = Features.load(options.reference, fp64_device(world.device))
+        training = Features.load(options.training) if options.training else None
         extractor = _extractor(options, wanted, real.meta.get("extractor"), world)
         if is_run(options.images):
             images, indices, about = _sampled(options, wanted, real, world)
@@ -192,18 +205,28 @@ def score(options: argparse.Namespace) -> dict[str, Any] | None:
             images = _open(options, options.images, lossy=options.lossy)
             indices, about = torch.arange(len(images))[: options.count], _made(options.images, images)
             labels = None if images.labels is None else lambda chosen: images.labels[chosen]
+        if options.classes and (labels is None or real.labels is None):
+            raise ConfigError("--classes: needs classes on both sides; see --class-folders")
+        if about.get("quantize", wanted.quantize) != wanted.quantize:
+            rule = about["quantize"]
+            raise ConfigError(
+                f"{options.images}: quantised by {rule!r}, but protocol {wanted.name} has {wanted.quantize!r}"
+            )
         eval.score.check_comparable(len(indices), extractor, real, wanted)
         generated = extract(
-            images, indices, extractor, options.batch, keep=wanted.keep, splits=wanted.splits, meta=about,
-            labels=labels, progress=countdown("images", _say),
+            images, indices, extractor, options.batch, keep=max(wanted.keep, len(real.kept)), splits=wanted.splits,
+            meta=about, labels=labels, progress=_progress(options), shape=real.meta.get("image_shape"),
         )  # fmt: skip
         record = eval.score.compare(generated, real, wanted)
-        record |= from_main(lambda: _details(options, generated, real))
+        asked = {key: getattr(options, key) for key in ("intervals", "infinity", "classes")}
+        record |= from_main(lambda: details(generated, real, training=training, **asked))
         if isinstance(images, sampling.Sampler):
             record["not_finite"] = images.count_broken()
         if not world.is_main:
             return None
     print(records.table({str(options.images): record}), flush=True)
+    if record["rank_deficient"]:
+        _say(f"{len(generated)} images in {record['num_features']} features: compare with the floor only")
     return record
 
 
@@ -223,22 +246,43 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 # -- parts --------------------------------------------------------------------------------------------------------
 
 
+def _progress(options: argparse.Namespace) -> Callable[[int, int], None]:
+    """Says how far it is, and raises `Stopped` on all ranks once one was asked to stop."""
+    left = countdown("images", _say)
+
+    def progress(done: int, total: int) -> None:
+        left(done, total)
+        if done < total and faults.any_asked(options.stop.asked):
+            raise Stopped
+
+    return progress
+
+
+def _check_writable(options: argparse.Namespace) -> None:
+    """Refuse a place for results that cannot be written, before hours of work."""
+    for path in (options.json, options.out if options.command is reference else None):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise ConfigError(f"{path}: its folder does not exist, or it is one; name a file")
+
+
 def _sampled(
     options: argparse.Namespace, wanted: Protocol, real: Features | None, world: World
 ) -> tuple[sampling.Sampler, Tensor, dict[str, Any]]:
     """(images by index, the indices, what they depend on) of a run's samples."""
-    trained = restore.reopen(options.images, options.step)
+    # one rank looks for the newest: a run that still trains may save another meanwhile
+    step = from_main(lambda: restore.reopen(options.images, options.step).checkpoint.state.step)
+    trained = restore.reopen(options.images, step)
     changed = {key: getattr(options, key) for key in _SAMPLE if getattr(options, key) is not None}
     config = dataclasses.replace(trained.config, sample=dataclasses.replace(trained.config.sample, **changed))
     law = options.labels or wanted.labels
     count = options.count or wanted.count or (real.stats.n if real else None)
     if count is None:
         raise ConfigError(f"--count: protocol {wanted.name} leaves open how many images; name a number")
-    labels = _labels(law, trained.images.num_classes, config.sample.seed, real)
+    labels = _labels(law, count, trained.images.num_classes, config.sample.seed, real)
     about = {
-        "name": str(options.images),
         "step": trained.checkpoint.state.step,
         "checkpoint_sha256": trained.checkpoint.sha256,
+        "classes_sha256": hashlib.sha256(labels(torch.arange(count)).numpy().tobytes()).hexdigest(),
         **sampling.provenance(config, trained.checkpoint.state.compute_dtype, law, options.use, wanted.quantize),
     }
     model = trained.model(world, options.use)
@@ -246,13 +290,7 @@ def _sampled(
     return sampler, torch.arange(count), about
 
 
-def _details(options: argparse.Namespace, generated: Features, real: Features) -> dict[str, Any]:
-    training = Features.load(options.training) if options.training else None
-    asked = {key: getattr(options, key) for key in ("intervals", "infinity", "classes")}
-    return details(generated, real, training=training, **asked) if training or any(asked.values()) else {}
-
-
-def _labels(law: str, classes: int, seed: int, real: Features | None) -> Callable[[Tensor], Tensor]:
+def _labels(law: str, count: int, classes: int, seed: int, real: Features | None) -> Callable[[Tensor], Tensor]:
     """Classes of samples by index, by the named law."""
     if law == "random":
         return lambda chosen: torch.tensor([_draw_class(classes, seed, index) for index in chosen.tolist()])
@@ -261,6 +299,10 @@ def _labels(law: str, classes: int, seed: int, real: Features | None) -> Callabl
     if real is None or real.labels is None:
         raise ConfigError("--labels reference: needs a --reference that holds classes; use random or balanced")
     held = real.labels
+    if int(held.max()) >= classes:
+        raise ConfigError(f"--labels reference: it holds class {int(held.max())}, but the model has {classes} classes")
+    if count < len(held):  # of all classes, also where the reference is sorted by them
+        held = held[torch.arange(count) * len(held) // count]
     return lambda chosen: held[chosen % len(held)]
 
 
@@ -290,6 +332,8 @@ def _open(options: argparse.Namespace, path: Path, *, lossy: bool) -> ImageSet:
         lossy=lossy,
         class_folders=options.class_folders,
     )
+    if options.count is not None and options.count > len(images):
+        raise ConfigError(f"--count: {options.count}, but {path} holds {len(images)} images")
     _say("; ".join([f"{path}: {len(images):,} images of {list(images.shape)}", *images.conversions]))
     return images
 
@@ -304,7 +348,7 @@ def _record(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except ValueError:
         found = None
-    if not isinstance(found, dict) or "metric" not in found:
+    if not isinstance(found, dict) or not {"metric", "value", "n_gen", "n_ref"} <= found.keys():
         raise ConfigError(f"{path}: no record of a score; write it with fid.py score --json")
     return found
 
@@ -333,7 +377,9 @@ def _parser() -> argparse.ArgumentParser:
     seeing = argparse.ArgumentParser(add_help=False)
     seeing.add_argument("--extractor", metavar="NAME", help=", ".join(extractors.NAMES))
     seeing.add_argument("--weights", type=Path, metavar="FILE", help="weights of an extractor that comes without")
-    seeing.add_argument("--value-range", type=_range, metavar="LOW,HIGH", help="of an array of floats: 0,1 or -1,1")
+    seeing.add_argument(
+        "--value-range", type=_range, metavar="LOW..HIGH", help="of an array of floats: 0..1, or =-1..1"
+    )
     seeing.add_argument("--background", metavar="COLOUR", help="on which transparent images are seen")
     seeing.add_argument("--center-crop-adm", type=_positive, metavar="PIXELS", help="ADM's crop of photographs")
     seeing.add_argument("--class-folders", action="store_true", help="the first folder of a path is its class")
@@ -383,7 +429,7 @@ def _positive(text: str) -> int:
 
 
 def _range(text: str) -> tuple[float, float]:
-    low, high = map(float, text.split(","))
+    low, high = map(float, text.split(".."))
     return low, high
 
 

@@ -1,5 +1,6 @@
 """The commands of scripts/fid.py on a small run, on one rank and on two."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -17,6 +18,12 @@ from scripts import fid
 ROOT = Path(__file__).parent.parent
 TINY = ["--model.width", "32", "--model.heads", "2", "--model.depth", "1", "--train.batch", "16"]
 RUN = [*TINY, "--score.every", "4", "--score.count", "64", "--sample.batch", "16", "--sample.steps", "2"]
+RECORD = set(
+    "protocol metric value kid kid_standard_error precision recall density coverage floor floor_kid n_gen n_ref n_kept "
+    "extractor weights_sha256 resize quantize reference reference_sha256 image_shape first_index last_index batch_size "
+    "sample_seed labels weights sampler guidance compute_dtype torch".split()
+)
+"""What must be known of a number before it means anything."""
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +147,38 @@ def test_a_score_tells_more_if_it_is_asked(folder, capsys):
     assert "need more than 64 features" in refusal(folder, capsys, *words[:4], "--infinity")
 
 
+def test_random_labels_are_functions_of_the_index():
+    law = fid._labels("random", 2000, 10, 0, None)
+    whole = law(torch.arange(2000))
+    assert torch.equal(law(torch.tensor([1999, 3])), whole[[1999, 3]])
+    assert whole.bincount(minlength=10).min() > 140
+    assert not torch.equal(whole, fid._labels("random", 2000, 10, 1, None)(torch.arange(2000)))
+
+
+def test_images_of_another_rounding_do_not_pass_for_a_protocols(folder, capsys):
+    words = ("generate", "FOLDER/run", "--out", "FOLDER/round.npz", "--count", "8", "--labels", "balanced")
+    assert call(folder, *words)[0] == 0
+    words = ("score", "FOLDER/round.npz", "--reference", "FOLDER/other.npz", "--protocol", "rounded")
+    with pytest.MonkeyPatch.context() as patch:
+        cut = dataclasses.replace(fid.PROTOCOLS["small"], name="rounded", quantize="truncate")
+        patch.setitem(fid.PROTOCOLS, "rounded", cut)
+        assert "quantised by 'round', but protocol rounded has 'truncate'" in refusal(
+            folder, capsys, *words[:2], "--reference", "FOLDER/ref.npz", "--protocol", "rounded"
+        )
+
+
+def test_a_score_can_be_interrupted(folder, monkeypatch):
+    monkeypatch.setattr(fid.StopRequest, "asked", True)
+    words = ("--reference", f"{folder}/ref.npz", "--batch", "16")
+    assert fid.main(["score", f"{folder}/run", *words]) == 85
+
+
+def test_results_that_cannot_be_written_are_refused_before_any_work(folder, capsys):
+    for words in (["--json", str(folder)], ["--json", f"{folder}/absent/a.json"]):
+        assert fid.main(["score", f"{folder}/run", "--reference", f"{folder}/ref.npz", *words]) == 2
+        assert "name a file" in capsys.readouterr().err
+
+
 def test_another_seed_does_not_go_on_with_the_images_of_this_one(folder, capsys):
     words = ("generate", "FOLDER/run", "--out", "FOLDER/png", "--count", "8", "--labels", "balanced", "--batch", "4")
     assert call(folder, *words)[1]["made"] == 8 and call(folder, *words)[1]["made"] == 0
@@ -182,6 +221,7 @@ def test_adms_protocol_takes_its_file_and_gives_all_its_numbers(folder, tmp_path
     how = ["--protocol", "adm-imagenet256", "--weights", str(tmp_path / "inception.pth"), "--batch", "4"]
     code, made = call(folder, "reference", str(tmp_path / "adm.npz"), "--out", "FOLDER/adm.npz", *how)
     assert code == 0 and made["n"] is None and made["n_kept"] == 8
+    assert made["conversions"] == ["mu and sigma are those of the file"]
     code, record = call(folder, "score", str(tmp_path / "made.npz"), "--reference", "FOLDER/adm.npz", *how)
     assert code == 0 and record["metric"] == "FID-12" and record["protocol"] == "adm-imagenet256"
     assert {"sfid", "inception_score", "precision", "recall", "kid"} <= record.keys()

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim.adamw import adamw as fused_adamw
 
 from ..engine.algorithm import MAX_IN_FLIGHT, Algorithm, register
@@ -81,6 +82,7 @@ class AdamW(Driver):
         weight_decay: λ ≥ 0, decoupled.
         bucket_bytes: how much is updated at a time, shards of all ranks together; ``auto`` is 64 MiB of this rank's.
         max_in_flight: buckets in flight on a refresh, for groups of another algorithm.
+        process_group: accepted as by the other classes, for groups of another algorithm.
         compile: for groups of another algorithm; AdamW is a kernel of torch's.
 
     Raises:
@@ -97,7 +99,8 @@ class AdamW(Driver):
         *,
         bucket_bytes: BucketBytes = "auto",
         max_in_flight: int = MAX_IN_FLIGHT,
+        process_group: ProcessGroup | None = None,
         compile: bool = False,
     ) -> None:
         options = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
-        super().__init__(params, ADAMW, options, bucket_bytes, max_in_flight, compile=compile)
+        super().__init__(params, ADAMW, options, bucket_bytes, max_in_flight, process_group, compile)

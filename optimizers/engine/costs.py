@@ -33,12 +33,12 @@ def plan_of(jobs: Sequence[Job], groups: Sequence[Mapping[str, Any]]) -> Plan:
         if algorithm.elementwise is not None:
             continue
         cost = partial(flops, resolve(group["ns_coefficients"], group["ns_steps"]))
-        members = job.team.ranks if job.team else (_me(),)
-        ranks |= {*members}
+        members = _members(job.layouts[0])
+        ranks |= {rank for layout in job.layouts for rank in _members(layout)}
         if algorithm.can_refresh and group.get("period") != float("inf"):
             loads.append(_refresh(job, members, cost))
         if algorithm.has_other_steps:
-            loads.append(_other(job, algorithm, group, members, cost))
+            loads.append(_other(job, algorithm, group, cost))
         if job.bucket is not None:
             names = tuple(label.split(", ", 1)[1].removeprefix("parameter ").split(" of ")[0] for label in job.labels)
             buckets.append(Placed(job.group, job.offset, job.bucket, members, names))
@@ -84,16 +84,21 @@ def _refresh(job: Job, members: Sequence[int], cost: Cost) -> Load:
         sent = Counter(dict(zip(members, job.bucket.bytes_sent, strict=True)))
         return Load(job.group, "refresh", job.offset, done, sent)
     for layout in job.layouts:
-        for rank, parts in zip(members, _parts(layout), strict=True):
+        for rank, parts in zip(_members(layout), _parts(layout), strict=True):
             done[rank] += sum(cost(rect.rows, rect.columns) for _, rect in parts)
     return Load(job.group, "refresh", job.offset, done, Counter())
 
 
-def _other(job: Job, algorithm: Algorithm, group: Mapping[str, Any], members: Sequence[int], cost: Cost) -> Load:
+def _members(layout: Layout) -> tuple[int, ...]:
+    """Ranks by the places of a layout's regions; jobs that stay may hold layouts of several meshes."""
+    return layout.team.ranks if layout.team else (_me(),)
+
+
+def _other(job: Job, algorithm: Algorithm, group: Mapping[str, Any], cost: Cost) -> Load:
     done: Counter[int] = Counter()
     sent: Counter[int] = Counter()
     for layout in job.layouts:
-        for rank, parts in zip(members, _parts(layout), strict=True):
+        for rank, parts in zip(_members(layout), _parts(layout), strict=True):
             for shape, rect in parts:
                 if algorithm.between is block:
                     done[rank] += _blocks(group["block_grid"], shape, rect, cost)

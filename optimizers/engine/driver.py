@@ -318,7 +318,9 @@ class Driver(torch.optim.Optimizer):
 
     def _form(self, task: Task, outs: Sequence[Tensor | None]) -> None:
         """Update the momentum of a task and form U where it is wanted."""
-        take_compiled = partial(self._kernels.advance, group=task.group) if self._compile else None
+        # Replicas advance one matrix alike, to the last bit, though only its owner's sends U.
+        dealt = len(set(getattr(task.job.bucket, "replicas", ()))) > 1
+        take_compiled = partial(self._kernels.advance, group=task.group) if self._compile and not dealt else None
         advance_in(outs, self._buffers(task), task.dense_gradients(), self._advancing(task), take_compiled)
 
     def _advancing(self, task: Task) -> Callable[..., list[Tensor]]:

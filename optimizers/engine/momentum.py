@@ -77,7 +77,7 @@ def advance_in(
     advance: Callable[..., object],
     take_compiled: Callable[[list[Sequence[Tensor]]], list[Sequence[Tensor]]] | None = None,
 ) -> None:
-    """U in tensors of another dtype, formed slice by slice: it never exists as a whole in the dtype of the buffers.
+    """U in given tensors, formed slice by slice; in those of another dtype through a scratch, never as a whole.
 
     ``advance`` (buffers, gradients, out=…) updates the buffers and forms U in ``out``. Where ``outs`` is None, U is not
     wanted. ``take_compiled`` does so for some of the members (buffer, gradient, U) and returns the others.

@@ -215,8 +215,9 @@ class Planner:
     def _limit(self, loads: Sequence[tuple[Sequence[Cargo], torch.dtype]]) -> int:
         """Bytes of a whole bucket.
 
-        Auto, for the share of one rank: a quarter of all, so that buckets overlap, but no less than the largest matrix,
-        so that every owner has work in every bucket, nor than what latency would eat up; 64 MiB at most.
+        Auto, for the share of one rank: a quarter of all, so that buckets overlap, but no less than the largest matrix
+        of every replica, so that every owner has work in every bucket, nor than what latency would eat up; 64 MiB at
+        most.
         """
         if self.bucket_bytes != "auto":
             return self.bucket_bytes
@@ -225,7 +226,8 @@ class Planner:
             for item in cargo:
                 largest = max(largest, math.prod(item.shape) * dtype.itemsize)
                 held = [bytes_ + size * dtype.itemsize for bytes_, size in zip(held, item.sizes, strict=True)]
-        share = min(BUCKET_BYTES, max(SMALLEST_BUCKET, math.ceil(max(held) / 4), largest))
+        copies = 0 if self.exchange == "gather" else len(set(self.replicas))
+        share = min(BUCKET_BYTES, max(SMALLEST_BUCKET, math.ceil(max(held) / 4), copies * largest))
         return share * self._shards
 
     @property

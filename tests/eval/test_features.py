@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from eval.details import details
 from eval.extractors import FeatureExtractor, Observation
+from eval.extrapolate import fid_infinity
 from eval.features import Features, extract, of_images
 from eval.images import open_images
 from eval.inception_score import InceptionSums
+from eval.kernel import cmmd
 from eval.protocols import PROTOCOLS, protocol
 from eval.score import compare, score
 from eval.statistics import GaussianStats
@@ -146,6 +149,7 @@ def test_images_of_two_shapes_are_refused(extractor):
         ("adm-imagenet256", {"sfid", "inception_score", "precision", "kid"}),
         ("edm", {"kid"}),
         ("torch-fidelity", {"inception_score", "precision", "kid"}),
+        ("clean", {"kid"}),
         ("small", {"precision", "coverage", "kid"}),
     ],
 )
@@ -184,3 +188,17 @@ def test_statistics_of_another_tool_score_what_they_can(extractor, tmp_path):
         theirs.stats.update(real.kept)
     with pytest.raises(RuntimeError, match="nothing can be added"):
         GaussianStats(6).merge(theirs.stats)
+
+
+def test_details_on_request():
+    clip = FeatureExtractor("clip-x", Pixels(), "0" * 64)
+    a, b = (extract(drawn, torch.arange(start, start + 200), clip, 50) for start in (0, 1000))
+    found = details(a, b, infinity=True, intervals=True, training=b)
+    assert found["cmmd"] == cmmd(a.kept, b.kept)
+    assert found["infinity"] == fid_infinity(a.kept, b.stats).value
+    assert found["value_low"] <= found["value_high"] and found["details_count"] == found["training_count"] == 200
+    assert all(1000 <= index < 1200 for index in found["training"]) and max(found["generated"]) < 200
+    with pytest.raises(ValueError, match="need classes on both sides"):
+        details(a, b, classes=True)
+    with pytest.raises(ValueError, match="through another resize"):
+        details(a, b, training=dataclasses.replace(b, meta=b.meta | {"resize": "x"}))

@@ -57,6 +57,13 @@ def test_auto_has_room_for_a_matrix_a_rank():
     assert [sorted(bucket.owners) for bucket in buckets] == [list(range(ranks))] * 2
 
 
+def test_auto_has_room_for_a_matrix_a_replica():
+    ranks = 16
+    everywhere = [Cargo(i, (256, 1024), [Rect(0, 256, 0, 1024)] * ranks) for i in range(2 * ranks)]
+    buckets = Planner(ranks, "auto", tuple(range(ranks))).plan(everywhere, torch.bfloat16)
+    assert [sorted(bucket.owners) for bucket in buckets] == [list(range(ranks))] * 2
+
+
 def test_bytes_of_a_balanced_refresh_follow_the_formula():
     ranks, shapes = 4, [(16, 8)] * 8
     (bucket,) = Planner(ranks, 2**26).plan(cargo(shapes, ranks), torch.float32)
