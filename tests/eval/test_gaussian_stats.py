@@ -102,7 +102,10 @@ def test_every_module_of_eval_imports_without_scipy():
     )
     code += "names.remove('eval.plugged')  # is there for torchmetrics, which imports scipy\n"
     code += "for name in names: importlib.import_module(name)\n"
-    code += "assert not {'sklearn', 'dit_train', 'optimizers'} & set(sys.modules)"
+    code += "assert not {'sklearn', 'dit_train', 'optimizers'} & set(sys.modules)\n"
+    code += "import torch; from eval.statistics import GaussianStats as Stats; from eval.frechet import frechet\n"
+    code += "from eval.kernel import kid; from eval.manifold import prdc; x, y = torch.randn(2, 40, 3)\n"
+    code += "frechet(Stats.of(x), Stats.of(y)); kid(x, y); prdc(x, y)"
     subprocess.run([sys.executable, "-W", "error::DeprecationWarning:numpy", "-c", code], check=True, timeout=120)
 
 

@@ -9,6 +9,13 @@ from torch import nn
 
 from eval.extractors import FeatureExtractor, Observation, load
 
+PRECISION = (
+    torch.backends.cuda.matmul,
+    torch.backends.cudnn.conv,
+    torch.backends.mkldnn.matmul,
+    torch.backends.mkldnn.conv,
+)
+
 
 class Own(nn.Module):
     """Records what surrounds it while it runs; dropout and batch norm show whether it trains."""
@@ -26,7 +33,7 @@ class Own(nn.Module):
             "highest": pixels.max().item(),
             "deterministic": torch.backends.cudnn.deterministic,
             "benchmark": torch.backends.cudnn.benchmark,
-            "tf32": torch.backends.cuda.matmul.fp32_precision,
+            "precision": [backend.fp32_precision for backend in PRECISION],
             "autocast": torch.is_autocast_enabled("cpu"),
             "gradients": torch.is_grad_enabled(),
         }
@@ -49,19 +56,25 @@ def test_own_networks_run_as_the_built_in_ones_do(network):
     extractor = FeatureExtractor("mine", network.double(), "0" * 64)
     images, state = noise(4), torch.get_rng_state()
     deterministic, benchmark = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    precision = [backend.fp32_precision for backend in PRECISION]
     try:
+        for backend in PRECISION:
+            backend.fp32_precision = "tf32"
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = False, True
         with torch.autocast("cpu", dtype=torch.bfloat16):
             features = extractor(images)
         assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == (False, True)
+        assert [backend.fp32_precision for backend in PRECISION] == ["tf32"] * 4
     finally:
+        for backend, value in zip(PRECISION, precision, strict=True):
+            backend.fp32_precision = value
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = deterministic, benchmark
     assert network.seen == {
         "dtype": torch.float32,
         "highest": 255.0,
         "deterministic": True,
         "benchmark": False,
-        "tf32": "ieee",
+        "precision": ["ieee"] * 4,
         "autocast": False,
         "gradients": False,
     }
