@@ -88,7 +88,7 @@ def test_equal_pixels_have_one_hash_in_any_container_and_it_is_the_references(tm
     np.savez(tmp_path / "a.npz", arr_0=array)
     sets = [open_images(tmp_path / "a.npz"), open_images(folder_of(tmp_path / "folder", files))]
     reference = of_images(sets[0].batch(torch.arange(70)), load("digits-cnn"), 16, "images")
-    assert {images.sha256 for images in sets} == {reference.images_sha256}
+    assert {images.sha256 for images in sets} == {reference.meta["images_sha256"]}
     np.savez(tmp_path / "b.npz", arr_0=array[::-1])
     assert open_images(tmp_path / "b.npz").sha256 != sets[0].sha256
 
