@@ -138,10 +138,10 @@ def floor(
 def check_comparable(n: int, extractor: FeatureExtractor, reference: Features, protocol: Protocol) -> None:
     """Raise the ValueError that ``compare`` would for n images seen through ``extractor``, before any is made."""
     protocol.check(extractor)
+    _check_seen_alike(extractor.name, extractor.weights_sha256, extractor.resize, reference)
     if extractor.num_features != reference.stats.num_features:
         theirs = reference.stats.num_features
         raise ValueError(f"{extractor.name} gives {extractor.num_features} features, the reference has {theirs}")
-    _check_seen_alike(extractor.name, extractor.weights_sha256, extractor.resize, reference)
     _check_count(n, reference, protocol)
 
 
