@@ -9,6 +9,9 @@ from torch import Tensor
 from eval.frechet import frechet
 from eval.statistics import GaussianStats
 
+POINTS = 15
+"""Sizes that the line goes through, as in the paper."""
+
 
 class Extrapolation(NamedTuple):
     """A line in 1/N through Fréchet distances at several N."""
@@ -21,7 +24,7 @@ class Extrapolation(NamedTuple):
 
 
 def fid_infinity(
-    features: Tensor, reference: GaussianStats, points: int = 15, smallest: int | None = None, seed: int = 0
+    features: Tensor, reference: GaussianStats, points: int = POINTS, smallest: int | None = None, seed: int = 0
 ) -> Extrapolation:
     """Fréchet distances at ``points`` sizes, a least-squares line in 1/N, and its value at 1/N = 0.
 

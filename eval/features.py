@@ -7,7 +7,6 @@ else looks at single images.
 
 import hashlib
 import json
-import os
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eval.extractors import FeatureExtractor, Observation
+from eval.files import replacing
 from eval.generate import Images, generate
 from eval.images import ImageSet
 from eval.inception_score import InceptionSums
@@ -62,7 +62,6 @@ class Features:
 
         The file appears whole or not at all. Sums for the Inception Score are left out: no reference needs them.
         """
-        path = Path(path)
         arrays: dict[str, Any] = {"meta": json.dumps(self.meta)}
         if self.stats.n is not None:
             arrays["n"] = self.stats.n
@@ -72,10 +71,8 @@ class Features:
         arrays |= {"features": self.kept, "indices": self.indices}
         if self.labels is not None:
             arrays["labels"] = self.labels
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        with partial.open("wb") as file:
+        with replacing(Path(path)) as file:
             np.savez(file, **{key: np.asarray(value) for key, value in arrays.items()})
-        partial.replace(path)
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> "Features":
@@ -140,21 +137,11 @@ def extract(
     """
     sums = _Sums(extractor, indices, splits)
     chosen = _draw(indices, keep, seed)
-    shapes: set[tuple[int, ...]] = set()
-
-    def watched(wanted: Tensor) -> Tensor:
-        made = images(wanted)  # called equally often on every rank, so that all see what does not fit
-        if shape is not None and list(made.shape[1:]) != list(shape):
-            raise ValueError(f"images are {list(made.shape[1:])}, the reference's {list(shape)}")
-        extractor.check(made)
-        shapes.add(tuple(made.shape[1:]))
-        return made
-
     if isinstance(images, ImageSet):
-        if shape is not None and list(images.shape) != list(shape):
-            raise ValueError(f"images are {list(images.shape)}, the reference's {list(shape)}")
+        _check_shape(images.shape, shape)
         shapes, batches = {images.shape}, images.batches(indices, batch_size, group, progress)
     else:
+        watched, shapes = _watched(images, extractor, shape)
         batches = generate(watched, indices, batch_size, group, progress)
     rows, done = [torch.empty(0, extractor.num_features)], [torch.empty(0, dtype=torch.int64)]
     for batch, made in batches:
@@ -180,6 +167,30 @@ def extract(
         "torch": str(torch.__version__),
     }
     return Features(sums.stats, sums.spatial, sums.inception, kept, order, labels(order) if labels else None, about)
+
+
+def _watched(
+    images: Images, extractor: FeatureExtractor, shape: Sequence[int] | None
+) -> tuple[Images, set[tuple[int, ...]]]:
+    """``images`` with checks of each batch, and the set of shapes, which fills as it is called.
+
+    It is called equally often on every rank, so that all see what does not fit, also those whose share has run out.
+    """
+    shapes: set[tuple[int, ...]] = set()
+
+    def watched(wanted: Tensor) -> Tensor:
+        made = images(wanted)
+        _check_shape(made.shape[1:], shape)
+        extractor.check(made)
+        shapes.add(tuple(made.shape[1:]))
+        return made
+
+    return watched, shapes
+
+
+def _check_shape(found: Sequence[int], wanted: Sequence[int] | None) -> None:
+    if wanted is not None and list(found) != list(wanted):
+        raise ValueError(f"images are {list(found)}, the reference's {list(wanted)}")
 
 
 def of_images(

@@ -7,10 +7,7 @@ with what another number began.
 import os
 import re
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -18,29 +15,11 @@ from numpy.lib import format as npy
 from PIL import Image
 from torch import Tensor
 
+from eval.files import replacing
 from eval.threads import in_threads
 
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 _TEMPORARY = re.compile(r"\..+\.tmp")
-
-
-@contextmanager
-def replacing(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the place of ``path`` once all is written, and goes if anything is raised.
-
-    ``durable`` waits for the disk, so that a power cut cannot leave the name without the bytes.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with partial.open("wb") as file:
-            yield file
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 class PngParts:

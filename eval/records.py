@@ -1,6 +1,6 @@
 """Records side by side: which may stand in one table, and the table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 ALIKE = (
@@ -40,11 +40,11 @@ class Incomparable(ValueError):
     """Records that cannot stand in one table; the message is one line that says why."""
 
 
-def check_alike(records: Mapping[str, Mapping[str, Any]], fields: Sequence[str] = ALIKE) -> None:
+def check_alike(records: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise `Incomparable`, naming the first field that differs, unless all records (by name) were taken alike."""
     (first, ours), *others = records.items()
     for name, record in others:
-        for key in fields:
+        for key in ALIKE:
             if record.get(key) != ours.get(key):
                 raise Incomparable(f"{first} has {key} {ours.get(key)!r} but {name} has {record.get(key)!r}")
 

@@ -11,6 +11,7 @@ from eval.extractors import FeatureExtractor, score_name
 from eval.features import Features, check_range, extract
 from eval.frechet import frechet
 from eval.generate import Images
+from eval.images import ImageSet
 from eval.kernel import kid
 from eval.manifold import prdc
 from eval.protocols import PROTOCOLS, Protocol
@@ -25,7 +26,7 @@ SMALL = PROTOCOLS["small"]
 
 
 def score(
-    images: Images,
+    images: Images | ImageSet,
     indices: Tensor,
     reference: Features,
     extractor: FeatureExtractor,

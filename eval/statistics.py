@@ -1,7 +1,6 @@
 """Mean and covariance of features, summed in fp64 so that parts can be added up exactly."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eval import statistics_file
+from eval.files import replacing
 from eval.ranks import communication_device, world
 
 ROWS = 4096  # feature vectors converted to fp64 at once
@@ -185,10 +185,8 @@ class GaussianStats:
         if self.n is not None:
             arrays["n"] = np.array(self.n)
         text = json.dumps(self.meta if meta is None else meta)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        with partial.open("wb") as file:
+        with replacing(path) as file:
             np.savez(file, **arrays, meta=np.array(text))
-        partial.replace(path)
 
     @classmethod
     def load(

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from eval.files import replacing
 from eval.generate import Images, generate
-from eval.image_parts import ArrayParts, PngParts, replacing
+from eval.image_parts import ArrayParts, PngParts
 from eval.ranks import from_main
 
 MANIFEST = "manifest.json"

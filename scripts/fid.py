@@ -23,13 +23,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +48,7 @@ from dit_train.run.tracking import countdown
 from eval import extractors, records
 from eval.details import details
 from eval.extractors import FeatureExtractor
+from eval.extrapolate import POINTS
 from eval.features import Features, extract
 from eval.images import ImageSet, open_images
 from eval.protocols import INCEPTION, PROTOCOLS, Protocol, protocol
@@ -75,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.stop = stop
             found = options.command(options)
     except Stopped:
-        _say("stopped; the same command goes on")
+        _say("stopped" + ("; the same command goes on" if options.command is generate else ""))
         return exits.STOPPED
     except (ConfigError, ValueError, TypeError, OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "on rank 0: " not in str(error):
@@ -128,7 +127,11 @@ def _reference_of_files(options: argparse.Namespace, wanted: Protocol, world: Wo
     if known is not None and options.floor is not None:
         raise ConfigError(f"--floor: {options.images} does not say of how many images its mu and sigma are")
     real = _open(options, options.images, lossy=True)
-    about = {"name": options.name or options.images.name, "images_sha256": real.sha256, **real.describe()}
+    about = {
+        "name": options.name or options.images.name,
+        "images_sha256": from_main(lambda: real.sha256),
+        **real.describe(),
+    }
     made = extract(
         real, torch.arange(len(real))[: options.count], extractor, options.batch, keep=wanted.keep, meta=about,
         labels=None if real.labels is None else lambda chosen: real.labels[chosen],
@@ -143,7 +146,7 @@ def _reference_of_files(options: argparse.Namespace, wanted: Protocol, world: Wo
         if len(others) < len(made):
             raise ConfigError(f"--floor: {len(others)} images, but the reference has {len(made)}")
         draw = torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[: len(made)].sort().values
-        found = eval.score.score(others.batch, draw, made, extractor, options.batch, protocol=wanted)
+        found = eval.score.score(others, draw, made, extractor, options.batch, protocol=wanted)
         made.meta |= {"floor": found["value"], "floor_kid": found["kid"], "floor_draws": 1}
     return made
 
@@ -161,8 +164,10 @@ def _statistics(path: Path) -> Features | None:
 
 
 def _holds_images(path: Path) -> bool:
-    with np.load(path, allow_pickle=False) if path.suffix == ".npz" else nullcontext() as file:
-        return "arr_0" in getattr(file, "files", ())
+    if path.suffix != ".npz":
+        return False
+    with np.load(path, allow_pickle=False) as file:
+        return "arr_0" in file.files
 
 
 def generate(options: argparse.Namespace) -> dict[str, Any] | None:
@@ -207,6 +212,10 @@ def score(options: argparse.Namespace) -> dict[str, Any] | None:
             labels = None if images.labels is None else lambda chosen: images.labels[chosen]
         if options.classes and (labels is None or real.labels is None):
             raise ConfigError("--classes: needs classes on both sides; see --class-folders")
+        keep = max(wanted.keep, len(real.kept))
+        if options.infinity and min(len(indices), keep) < extractor.num_features + POINTS:
+            fewest = extractor.num_features + POINTS
+            raise ConfigError(f"--infinity: {len(indices)} images, but {extractor.name} needs {fewest} or more")
         if about.get("quantize", wanted.quantize) != wanted.quantize:
             rule = about["quantize"]
             raise ConfigError(
@@ -214,7 +223,7 @@ def score(options: argparse.Namespace) -> dict[str, Any] | None:
             )
         eval.score.check_comparable(len(indices), extractor, real, wanted)
         generated = extract(
-            images, indices, extractor, options.batch, keep=max(wanted.keep, len(real.kept)), splits=wanted.splits,
+            images, indices, extractor, options.batch, keep=keep, splits=wanted.splits,
             meta=about, labels=labels, progress=_progress(options), shape=real.meta.get("image_shape"),
         )  # fmt: skip
         record = eval.score.compare(generated, real, wanted)
@@ -282,8 +291,14 @@ def _sampled(
     about = {
         "step": trained.checkpoint.state.step,
         "checkpoint_sha256": trained.checkpoint.sha256,
-        "classes_sha256": hashlib.sha256(labels(torch.arange(count)).numpy().tobytes()).hexdigest(),
-        **sampling.provenance(config, trained.checkpoint.state.compute_dtype, law, options.use, wanted.quantize),
+        **sampling.provenance(
+            config,
+            trained.checkpoint.state.compute_dtype,
+            law,
+            labels(torch.arange(count)),
+            options.use,
+            wanted.quantize,
+        ),
     }
     model = trained.model(world, options.use)
     sampler = sampling.Sampler(config, trained.images, model, world.device, labels, wanted.quantize)

@@ -153,7 +153,7 @@ def test_a_score_tells_more_if_it_is_asked(folder, capsys):
     code, record = call(folder, *words, "--training", "FOLDER/ref.npz")
     assert code == 0 and record["value_low"] < record["value"] and record["standard_error"] > 0
     assert sum(row["n_ref"] for row in record["classes"]) == 64 and {"share_near", "auth_pct"} <= record.keys()
-    assert "need more than 64 features" in refusal(folder, capsys, *words[:4], "--infinity")
+    assert "64 images, but digits-cnn needs 79 or more" in refusal(folder, capsys, *words[:4], "--infinity")
 
 
 def test_random_labels_are_functions_of_the_index():
@@ -167,13 +167,11 @@ def test_random_labels_are_functions_of_the_index():
 def test_images_of_another_rounding_do_not_pass_for_a_protocols(folder, capsys):
     words = ("generate", "FOLDER/run", "--out", "FOLDER/round.npz", "--count", "8", "--labels", "balanced")
     assert call(folder, *words)[0] == 0
-    words = ("score", "FOLDER/round.npz", "--reference", "FOLDER/other.npz", "--protocol", "rounded")
+    words = ("score", "FOLDER/round.npz", "--reference", "FOLDER/ref.npz", "--protocol", "rounded")
     with pytest.MonkeyPatch.context() as patch:
         cut = dataclasses.replace(fid.PROTOCOLS["small"], name="rounded", quantize="truncate")
         patch.setitem(fid.PROTOCOLS, "rounded", cut)
-        assert "quantised by 'round', but protocol rounded has 'truncate'" in refusal(
-            folder, capsys, *words[:2], "--reference", "FOLDER/ref.npz", "--protocol", "rounded"
-        )
+        assert "quantised by 'round', but protocol rounded has 'truncate'" in refusal(folder, capsys, *words)
 
 
 def test_a_score_can_be_interrupted(folder, monkeypatch):

@@ -12,6 +12,7 @@ from PIL import Image
 
 from dit_train.config import ConfigError, DataConfig
 from dit_train.data.table import Table, every_nth, require_size
+from eval.decoding import center_crop
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
@@ -45,7 +46,7 @@ def decode(path: str, size: int) -> np.ndarray:
     with _opened(path) as image:
         image.load()
         opened = image.copy()
-    return np.asarray(centre_crop(to_rgb(opened), size)).transpose(2, 0, 1)
+    return np.asarray(center_crop(to_rgb(opened), size)).transpose(2, 0, 1)
 
 
 @contextmanager
@@ -64,19 +65,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image.convert("RGB")
-
-
-def centre_crop(image: Image.Image, size: int) -> Image.Image:
-    """The central square, `size` pixels a side, as for ImageNet in ADM (Dhariwal & Nichol, arXiv 2105.05233).
-
-    Halve with a box filter while the short side is at least twice the size, bicubic to the size, cut the centre.
-    """
-    while min(image.size) >= 2 * size:
-        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
-    scale = size / min(image.size)
-    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
-    left, top = (image.width - size) // 2, (image.height - size) // 2
-    return image.crop((left, top, left + size, top + size))
 
 
 def _listing(config: DataConfig) -> dict[str, list[str]]:

@@ -111,5 +111,5 @@ class Scorer:
             **record,
             "not_finite": images.count_broken(),
             "ranks": run.world.size,
-            **sampling.provenance(run.config, run.state.compute_dtype, "reference"),
+            **sampling.provenance(run.config, run.state.compute_dtype, "reference", labels),
         }

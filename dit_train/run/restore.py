@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from dit_train import overlays
-from dit_train.config import Config, ConfigError, SampleConfig
+from dit_train.config import Config, ConfigError
 from dit_train.data import sources
 from dit_train.model.dit import DiT
 from dit_train.parallel import precision, shard
@@ -34,8 +34,8 @@ class Trained:
         return dit.eval().requires_grad_(False)
 
 
-def reopen(run: str | Path, step: int | None = None, sample: SampleConfig | None = None) -> Trained:
-    """The newest checkpoint of a run folder, or that of ``step``; ``sample`` replaces how it samples.
+def reopen(run: str | Path, step: int | None = None) -> Trained:
+    """The newest checkpoint of a run folder, or that of ``step``.
 
     Raises:
         ConfigError: no run folder, no such checkpoint, or a damaged one.
@@ -47,4 +47,4 @@ def reopen(run: str | Path, step: int | None = None, sample: SampleConfig | None
     found = checkpoint.find_latest(folder) if step is None else checkpoint.find(folder, step)
     if found is None:
         raise ConfigError(f"{folder}: no checkpoint yet; train it first")
-    return Trained(replace(config, sample=sample or config.sample), sources.check(config.data), found)
+    return Trained(config, sources.check(config.data), found)

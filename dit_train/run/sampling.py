@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,15 +72,16 @@ class Sampler:
 
 
 def provenance(
-    config: Config, compute_dtype: str, labels: str, weights: str = "ema", rule: str = "round"
+    config: Config, compute_dtype: str, labels: str, classes: Tensor, weights: str = "ema", rule: str = "round"
 ) -> dict[str, Any]:
-    """What a score has to say about how its images were sampled."""
+    """What a score has to say about how its images were sampled; ``classes`` int64 [N] by the law ``labels``."""
     settings, train = config.sample, config.train
     return {
         "sampler": f"{settings.sampler}-{settings.steps}",
         "guidance": settings.guidance,
         "sample_seed": settings.seed,
         "labels": labels,
+        "classes_sha256": hashlib.sha256(classes.numpy().tobytes()).hexdigest(),
         "quantize": rule,
         "weights": f"ema {train.ema_decay}{' ramped' * train.ema_ramp}" if weights == "ema" else weights,
         "compute_dtype": compute_dtype,

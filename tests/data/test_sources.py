@@ -11,7 +11,7 @@ from PIL import Image
 
 from dit_train.config import ConfigError, DataConfig
 from dit_train.data import arrays, sources
-from dit_train.data.folder import centre_crop, to_rgb
+from dit_train.data.folder import center_crop, to_rgb
 
 
 def refusal(config: DataConfig, *, when=sources.check) -> str:
@@ -240,22 +240,22 @@ def test_transparent_palettes_lie_over_white(tmp_path):
 
 @pytest.mark.parametrize("size", [(40, 20), (20, 40), (300, 70), (9, 31), (8, 8), (5, 3)])
 def test_crop_has_the_size_whatever_the_shape(size):
-    assert centre_crop(Image.new("RGB", size), 8).size == (8, 8)
+    assert center_crop(Image.new("RGB", size), 8).size == (8, 8)
 
 
 def test_crop_keeps_the_centre_of_the_long_side():
     stripes = np.zeros((8, 40, 3), np.uint8)
     stripes[:, 16:24] = 255
-    assert np.asarray(centre_crop(Image.fromarray(stripes), 8)).min() == 255
-    assert np.asarray(centre_crop(Image.fromarray(stripes.transpose(1, 0, 2)), 8)).min() == 255
+    assert np.asarray(center_crop(Image.fromarray(stripes), 8)).min() == 255
+    assert np.asarray(center_crop(Image.fromarray(stripes.transpose(1, 0, 2)), 8)).min() == 255
     shifted = np.roll(stripes, 8, axis=1)
-    assert np.asarray(centre_crop(Image.fromarray(shifted), 8)).max() == 0
+    assert np.asarray(center_crop(Image.fromarray(shifted), 8)).max() == 0
 
 
 def test_crop_halves_by_area_before_it_interpolates():
     """A fine chessboard is grey after the box filter; a bicubic from the full size would alias or ring."""
     board = (np.indices((64, 128)).sum(0) % 2 * 255).astype(np.uint8)
-    small = np.asarray(centre_crop(Image.fromarray(board), 16))
+    small = np.asarray(center_crop(Image.fromarray(board), 16))
     assert small.min() >= 127
     assert small.max() <= 128
 

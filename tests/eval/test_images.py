@@ -201,8 +201,7 @@ def by_adm(image, size):
 
 
 def test_a_reference_is_cropped_as_training_images_are():
-    photo = Image.fromarray(pixels(150, 131, 3))
-    np.testing.assert_array_equal(center_crop(photo, 32), training_folder.centre_crop(photo, 32))
+    assert training_folder.center_crop is center_crop  # what is trained on and what is compared with
 
 
 def png16():
