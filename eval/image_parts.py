@@ -72,8 +72,7 @@ class ArrayParts:
     def done(self) -> Tensor:
         """int64, the indices of the batches that are there; a part that cannot be read is none."""
         _remove_temporary(self._folder)
-        there = in_threads(self._is_there, range(len(self._batches)))
-        batches = [batch for batch, ok in zip(self._batches, there, strict=True) if ok]
+        batches = [batch for number, batch in enumerate(self._batches) if self._is_there(number)]
         return torch.cat(batches) if batches else torch.empty(0, dtype=torch.int64)
 
     def write(self, indices: Tensor, images: Tensor) -> None:
