@@ -17,7 +17,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ import torchmetrics
 from torch import Tensor, nn
 from torchmetrics.image.fid import FrechetInceptionDistance
 
+from dit_train.command_line import Parser, new_file, positive
 from eval.frechet import frechet
 from eval.statistics import GaussianStats
 
@@ -45,18 +45,16 @@ class Given(nn.Module):
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read and check the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where all numbers go")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=new_file, required=True, metavar="FILE", help="where all numbers go")
     parser.add_argument("--device", default="cpu", help="where sums lie (default cpu)")
-    parser.add_argument("--batch", type=int, default=64, help="features in an update (default 64)")
+    parser.add_argument("--batch", type=positive, default=64, help="features in an update (default 64)")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each side (default 15)")
-    parser.add_argument("--updates", type=int, default=8, help="updates in a turn (default 8)")
+    parser.add_argument("--updates", type=positive, default=8, help="updates in a turn (default 8)")
     parser.add_argument("--smoke", action="store_true", help="few features and turns: whether it runs, not how fast")
     chosen = parser.parse_args(arguments)
-    if min(chosen.batch, chosen.rounds - 1, chosen.updates) < 1:
-        parser.error("--batch and --updates have to be at least 1, --rounds at least 2")
-    if not chosen.json.parent.is_dir() or chosen.json.is_dir():
-        parser.error(f"--json {chosen.json} cannot be written: name a file in a folder that exists")
+    if chosen.rounds < 2:
+        parser.error(f"--rounds is {chosen.rounds} but has to be at least 2")
     return chosen
 
 

@@ -15,24 +15,18 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from dit_train.command_line import Parser, new_file, refuse
 
 LONGEST_PERIOD = 5
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """End with code 2."""
-        self.exit(2, f"bench_optimizers: {message}\n")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read and check the command line."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, required=True, help="how many processes share the weights, at least 2")
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where all numbers go")
+    parser.add_argument("--json", type=new_file, required=True, metavar="FILE", help="where all numbers go")
     parser.add_argument("--steps", type=int, default=20, help="steps of each optimizer (default 20)")
     parser.add_argument("--blocks", type=int, default=12, help="blocks of the model (default 12)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -46,8 +40,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--steps is {chosen.steps} but has to be at least {LONGEST_PERIOD}, the longest period")
     if chosen.blocks < 1:
         parser.error(f"--blocks is {chosen.blocks} but has to be at least 1")
-    if not chosen.json.parent.is_dir() or chosen.json.is_dir():
-        parser.error(f"--json {chosen.json} cannot be written: name a file in a folder that exists")
     return chosen
 
 
@@ -90,8 +82,7 @@ def main() -> int:
     try:
         settings = settings_of(chosen)
     except ValueError as error:
-        print(f"bench_optimizers: {error}", file=sys.stderr)
-        return 2
+        return refuse(f"bench_optimizers.py: {error}")
     result = run(settings)
     from optimizer_bench import report
 

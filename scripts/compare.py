@@ -24,6 +24,7 @@ from typing import Any
 
 import yaml
 
+from dit_train.command_line import Parser, refuse
 from dit_train.run import metrics
 from eval import records
 from eval.records import Incomparable
@@ -206,26 +207,24 @@ def draw_samples(runs: Sequence[Finished], path: Path) -> None:
     pyplot.close(figure)
 
 
-def main() -> int:
+def main(line: Sequence[str] | None = None) -> int:
     """Print the table, write the pictures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the pictures and table go")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the table's numbers")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(line)
     try:
         runs = [read(folder) for folder in arguments.runs]
         check_alike(runs)
     except Incomparable as error:
-        print(f"compare: {error}", file=sys.stderr)
-        return 2
+        return refuse(f"compare.py: {error}")
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
         if arguments.json is not None:
             write_json({str(run.folder): summary(run) for run in runs}, arguments.json)
     except OSError as error:
-        print(f"compare: {error.filename}: {error.strerror}; name another", file=sys.stderr)
-        return 2
+        return refuse(f"compare.py: {error.filename}: {error.strerror}; name another")
     ranks = {run.scores[-1].get("ranks") for run in runs}
     text = table(runs, costs=len(ranks) == 1)
     if len(ranks) > 1:

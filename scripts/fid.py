@@ -26,7 +26,6 @@ import dataclasses
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from torch import Tensor
 
 import eval.score
 from dit_train import exits, rng
+from dit_train.command_line import Parser, new_file, positive, refuse
 from dit_train.config import ConfigError, ParallelConfig
 from dit_train.data import sources
 from dit_train.parallel.mesh import World, joined
@@ -57,9 +57,6 @@ from eval.statistics import fp64_device
 from eval.statistics_file import OnlyImagesError
 from eval.writing import read_settings, write_images
 
-_SECONDS_FOR_RANK_0 = 5
-"""What all ranks meet, rank 0 tells: torchrun ends the others when it leaves. What one meets alone, it tells itself."""
-
 
 class Stopped(Exception):
     """A rank was asked to stop; raised on all."""
@@ -69,7 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     options = _parser().parse_args(arguments)
     try:
-        _check_writable(options)
         with StopRequest() as stop:
             options.stop = stop
             found = options.command(options)
@@ -79,10 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, ValueError, TypeError, OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "on rank 0: " not in str(error):
             raise
-        if int(os.environ.get("RANK", 0)):
-            time.sleep(_SECONDS_FOR_RANK_0)
-        print(f"fid.py: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return exits.BAD_INPUT
+        return refuse(f"fid.py: {error}")
     if options.json is not None and found is not None:
         options.json.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     return exits.DONE
@@ -267,13 +260,6 @@ def _progress(options: argparse.Namespace) -> Callable[[int, int], None]:
     return progress
 
 
-def _check_writable(options: argparse.Namespace) -> None:
-    """Refuse a place for results that cannot be written, before hours of work."""
-    for path in (options.json, options.out if options.command is reference else None):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ConfigError(f"{path}: its folder does not exist, or it is one; name a file")
-
-
 def _sampled(
     options: argparse.Namespace, wanted: Protocol, real: Features | None, world: World
 ) -> tuple[sampling.Sampler, Tensor, dict[str, Any]]:
@@ -379,42 +365,42 @@ _SAMPLE = ("sampler", "steps", "guidance", "batch", "seed")
 """Settings of ``sample`` that a command may change."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fid.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def _parser() -> Parser:
+    parser = Parser(prog="fid.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
-    computing = argparse.ArgumentParser(add_help=False)
+    shared = Parser(add_help=False)
+    shared.add_argument("--json", type=new_file, metavar="FILE", help="write what was found")
+    computing = Parser(add_help=False)
     computing.add_argument("--protocol", default="small", metavar="NAME", help=f"{', '.join(PROTOCOLS)} (small)")
     computing.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    computing.add_argument("--batch", type=_positive, default=128, help="images at once on a rank (128)")
-    computing.add_argument("--count", type=_positive, help="images; the protocol's number without it")
-    seeing = argparse.ArgumentParser(add_help=False)
+    computing.add_argument("--batch", type=positive, default=128, help="images at once on a rank (128)")
+    computing.add_argument("--count", type=positive, help="images; the protocol's number without it")
+    seeing = Parser(add_help=False)
     seeing.add_argument("--extractor", metavar="NAME", help=", ".join(extractors.NAMES))
     seeing.add_argument("--weights", type=Path, metavar="FILE", help="weights of an extractor that comes without")
     seeing.add_argument(
         "--value-range", type=_range, metavar="LOW..HIGH", help="of an array of floats: 0..1, or =-1..1"
     )
     seeing.add_argument("--background", metavar="COLOUR", help="on which transparent images are seen")
-    seeing.add_argument("--center-crop-adm", type=_positive, metavar="PIXELS", help="ADM's crop of photographs")
+    seeing.add_argument("--center-crop-adm", type=positive, metavar="PIXELS", help="ADM's crop of photographs")
     seeing.add_argument("--class-folders", action="store_true", help="the first folder of a path is its class")
-    sampled = argparse.ArgumentParser(add_help=False)
+    sampled = Parser(add_help=False)
     sampled.add_argument("--labels", choices=("random", "balanced", "reference"), help="classes; the protocol's law")
     sampled.add_argument("--step", type=int, help="of the checkpoint; the newest without it")
     sampled.add_argument("--use", choices=("ema", "model"), default="ema", help="averaged or trained weights (ema)")
     sampled.add_argument("--sampler", choices=("euler", "heun"), help="instead of the run's, as the next three")
-    sampled.add_argument("--steps", type=_positive)
+    sampled.add_argument("--steps", type=positive)
     sampled.add_argument("--guidance", type=float)
     sampled.add_argument("--seed", type=int)
 
-    def command(function: Callable[..., Any], *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def command(function: Callable[..., Any], *parents: Parser) -> Parser:
         one = commands.add_parser(function.__name__, parents=[shared, *parents], help=function.__doc__)
         one.set_defaults(command=function)
         return one
 
     one = command(reference, computing, seeing)
     one.add_argument("images", type=Path, metavar="IMAGES")
-    one.add_argument("--out", type=Path, required=True, metavar="FILE.npz")
+    one.add_argument("--out", type=new_file, required=True, metavar="FILE.npz")
     one.add_argument("--name", help="which images they are; the name of the file without it")
     one.add_argument("--floor", type=Path, metavar="IMAGES", help="other real images, whose score is the floor")
     one = command(generate, computing, sampled)
@@ -436,15 +422,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
 def _range(text: str) -> tuple[float, float]:
-    low, high = map(float, text.split(".."))
+    try:
+        low, high = map(float, text.split(".."))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no LOW..HIGH such as 0..1 or =-1..1") from None
     return low, high
 
 

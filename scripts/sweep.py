@@ -28,6 +28,7 @@ from pathlib import Path
 import compare
 
 from dit_train import exits, overlays
+from dit_train.command_line import Parser, positive, refuse
 from dit_train.config import Config, ConfigError
 from dit_train.run import metrics
 from dit_train.run.tracking import clock
@@ -150,30 +151,29 @@ def loss_table(losses: dict[str, dict[float, float]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(line: Sequence[str] | None = None) -> int:
     """Sweep, then print both tables and write the pictures of the best runs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", nargs="+", help="config files that all runs share")
     parser.add_argument("--optimizer", action="append", required=True, metavar="FILE", help="may be given repeatedly")
     parser.add_argument("--start", type=float, help="middle of the first three rates (default: each file's lr)")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--json", type=Path, metavar="FILE", help="losses, and the numbers of the best runs")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of each run (default 1)")
-    parser.add_argument("--jobs", type=int, default=max(1, os.cpu_count() or 1), help="runs at a time (default: cores)")
+    parser.add_argument("--ranks", type=positive, default=1, help="ranks of each run (default 1)")
+    parser.add_argument("--jobs", type=positive, default=max(1, os.cpu_count() or 1), help="runs at a time (cores)")
     parser.add_argument("--factor", type=float, default=2.0, help="ratio of neighbouring rates (default 2)")
-    arguments = parser.parse_args()
-    if arguments.factor <= 1 or arguments.ranks < 1 or arguments.jobs < 1 or (arguments.start or 1) <= 0:
-        parser.error("--factor must be above 1, --ranks and --jobs at least 1, --start above 0")
+    arguments = parser.parse_args(line)
+    if not 1 < arguments.factor < math.inf or not (arguments.start is None or 0 < arguments.start < math.inf):
+        parser.error("--factor must be above 1, --start above 0")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sweep = Sweep(arguments.base, arguments.out, arguments.ranks, arguments.jobs, arguments.factor, arguments.start)
     try:
         _check_measured(sweep, arguments.optimizer)
         losses = sweep_all(sweep, arguments.optimizer)
     except (ConfigError, RuntimeError) as error:
-        print(f"sweep: {error}", file=sys.stderr)
-        return 2
+        return refuse(f"sweep.py: {error}")
     except KeyboardInterrupt:
-        print("sweep: stopped; the same command goes on", file=sys.stderr)
+        print("sweep.py: stopped; the same command goes on", file=sys.stderr)
         return exits.STOPPED
     best = {name: min(found, key=found.__getitem__) for name, found in losses.items()}
     runs = [compare.read(sweep.folder(name, lr)) for name, lr in best.items()]

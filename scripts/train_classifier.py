@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -21,6 +22,8 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from dit_train import exits  # noqa: E402
+from dit_train.command_line import Parser, new_file, refuse  # noqa: E402
 from dit_train.config import DataConfig  # noqa: E402
 from dit_train.data.sources import Source, load  # noqa: E402
 from eval.extractors.classifier import digits_cnn, fashion_mnist_cnn  # noqa: E402
@@ -74,32 +77,41 @@ def write(network: nn.Module, name: str, folder: Path) -> Path:
     return path
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Train, report and save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", choices=("digits", "fashion_mnist"), required=True)
     parser.add_argument("--fashion-dir", help="folder of the four .gz files; /usr/share/datasets/fashion-mnist without")
     parser.add_argument("--out", type=Path, default=ROOT / "eval/weights", help="folder for the weights")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="what is printed")
-    options = parser.parse_args()
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="what is printed")
+    options = parser.parse_args(arguments)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        found = fitted(options.data, options.fashion_dir, options.out)
+    except (ValueError, OSError) as error:
+        return refuse(f"train_classifier.py: {str(error).replace('data.path', '--fashion-dir')}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return exits.DONE
 
+
+def fitted(data: str, fashion_dir: str | None, out: Path) -> dict[str, str | float]:
+    """Train the classifier of ``data`` into ``out``; what --json takes."""
     torch.manual_seed(0)
-    if options.data == "digits":
-        name, network, epochs, data = "digits-cnn", digits_cnn(), 40, DataConfig(source="digits")
+    if data == "digits":
+        name, network, epochs = "digits-cnn", digits_cnn(), 40
     else:
-        data = DataConfig(source="fashion_mnist", path=options.fashion_dir)
         name, network, epochs = "fashion-mnist-cnn", fashion_mnist_cnn(), 3
-    dataset = load(data)
+    dataset = load(DataConfig(source=data, path=fashion_dir))
     train(network, *arrays(dataset.train), epochs=epochs)
-    found = {"name": name}
+    found: dict[str, str | float] = {"name": name}
     for part, source in (("training", dataset.train), ("heldout", dataset.heldout)):
         found[part] = float(accuracy(network, *arrays(source)))
         print(f"{name}: accuracy {found[part]:.4f} on {len(source)} {part} images")
-    found["weights"] = str(write(network, name, options.out))
+    found["weights"] = str(write(network, name, out))
     print(f"wrote {found['weights']}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -105,7 +105,7 @@ def test_the_file_names_kinds_of_machines_only(smoke):
         (["--ranks", "1", "--json", "x.json"], "--ranks is 1"),
         (["--ranks", "two", "--json", "x.json"], "--ranks"),
         (["--ranks", "2"], "--json"),
-        (["--ranks", "2", "--json", "no/such/folder/x.json"], "--json no/such/folder/x.json"),
+        (["--ranks", "2", "--json", "no/such/folder/x.json"], "--json: no/such/folder/x.json"),
         (["--ranks", "2", "--json", "x.json", "--steps", "4"], "--steps is 4"),
         (["--ranks", "2", "--json", "x.json", "--blocks", "0"], "--blocks is 0"),
         (["--ranks", "99", "--json", "x.json", "--device", "cuda"], "--device cuda"),

@@ -180,12 +180,6 @@ def test_a_score_can_be_interrupted(folder, monkeypatch):
     assert fid.main(["score", f"{folder}/run", *words]) == 85
 
 
-def test_results_that_cannot_be_written_are_refused_before_any_work(folder, capsys):
-    for words in (["--json", str(folder)], ["--json", f"{folder}/absent/a.json"]):
-        assert fid.main(["score", f"{folder}/run", "--reference", f"{folder}/ref.npz", *words]) == 2
-        assert "name a file" in capsys.readouterr().err
-
-
 def test_another_seed_does_not_go_on_with_the_images_of_this_one(folder, capsys):
     words = ("generate", "FOLDER/run", "--out", "FOLDER/png", "--count", "8", "--labels", "balanced", "--batch", "4")
     assert call(folder, *words)[1]["made"] == 8 and call(folder, *words)[1]["made"] == 0
