@@ -105,6 +105,7 @@ def reference(options: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _reference_of_run(options: argparse.Namespace, wanted: Protocol, world: World) -> Features:
+    _refuse_idle(options, ("name", "floor", *_IMAGES), "is a run, whose data decide it")
     config = restore.reopen(options.images).config
     extractor = _extractor(options, wanted, default_extractor(config.data.source), world)
     return references.held_out(sources.load(config.data), extractor, options.batch, options.count)
@@ -113,6 +114,7 @@ def _reference_of_run(options: argparse.Namespace, wanted: Protocol, world: Worl
 def _reference_of_files(options: argparse.Namespace, wanted: Protocol, world: World) -> Features:
     known = _statistics(options.images)
     if known is not None and not _holds_images(options.images):
+        _refuse_idle(options, ("name", "floor", "count", *_IMAGES), "holds statistics and no images")
         return known
     extractor = _extractor(options, wanted, None, world)
     if known is not None and extractor.name != INCEPTION:
@@ -197,10 +199,12 @@ def score(options: argparse.Namespace) -> dict[str, Any] | None:
         training = Features.load(options.training) if options.training else None
         extractor = _extractor(options, wanted, real.meta.get("extractor"), world)
         if is_run(options.images):
+            _refuse_idle(options, (*_IMAGES, "lossy"), "is a run, whose samples need none")
             images, indices, about = _sampled(options, wanted, real, world)
             labels = images.labels
         else:
             images = _open(options, options.images, lossy=options.lossy)
+            _refuse_idle(options, ("labels", "step", "use", *_SAMPLED), "holds images, which are made already")
             indices, about = torch.arange(len(images))[: options.count], _made(options.images, images)
             labels = None if images.labels is None else lambda chosen: images.labels[chosen]
         if options.classes and (labels is None or real.labels is None):
@@ -248,6 +252,13 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 # -- parts --------------------------------------------------------------------------------------------------------
 
 
+def _refuse_idle(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Refuse arguments that would do nothing for these IMAGES."""
+    for name in names:
+        if (given := getattr(options, name)) is not None and given is not False:
+            raise ConfigError(f"--{name.replace('_', '-')}: {options.images} {why}; leave it out")
+
+
 def _progress(options: argparse.Namespace) -> Callable[[int, int], None]:
     """Says how far it is, and raises `Stopped` on all ranks once one was asked to stop."""
     left = countdown("images", _say)
@@ -267,9 +278,9 @@ def _sampled(
     # one rank looks for the newest: a run that still trains may save another meanwhile
     step = from_main(lambda: restore.reopen(options.images, options.step).checkpoint.state.step)
     trained = restore.reopen(options.images, step)
-    changed = {key: getattr(options, key) for key in _SAMPLE if getattr(options, key) is not None}
+    changed = {key: getattr(options, key) for key in (*_SAMPLED, "batch") if getattr(options, key) is not None}
     config = dataclasses.replace(trained.config, sample=dataclasses.replace(trained.config.sample, **changed))
-    law = options.labels or wanted.labels
+    law, use = options.labels or wanted.labels, options.use or "ema"
     count = options.count or wanted.count or (real.stats.n if real else None)
     if count is None:
         raise ConfigError(f"--count: protocol {wanted.name} leaves open how many images; name a number")
@@ -282,11 +293,11 @@ def _sampled(
             trained.checkpoint.state.compute_dtype,
             law,
             labels(torch.arange(count)),
-            options.use,
+            use,
             wanted.quantize,
         ),
     }
-    model = trained.model(world, options.use)
+    model = trained.model(world, use)
     sampler = sampling.Sampler(config, trained.images, model, world.device, labels, wanted.quantize)
     return sampler, torch.arange(count), about
 
@@ -361,8 +372,10 @@ def _say(text: str) -> None:
 
 # -- arguments ----------------------------------------------------------------------------------------------------
 
-_SAMPLE = ("sampler", "steps", "guidance", "batch", "seed")
-"""Settings of ``sample`` that a command may change."""
+_SAMPLED = ("sampler", "steps", "guidance", "seed")
+"""Settings of ``sample`` that a command may change, beside its batch."""
+_IMAGES = ("value_range", "background", "center_crop_adm", "class_folders")
+"""How images on disk are read."""
 
 
 def _parser() -> Parser:
@@ -387,7 +400,7 @@ def _parser() -> Parser:
     sampled = Parser(add_help=False)
     sampled.add_argument("--labels", choices=("random", "balanced", "reference"), help="classes; the protocol's law")
     sampled.add_argument("--step", type=int, help="of the checkpoint; the newest without it")
-    sampled.add_argument("--use", choices=("ema", "model"), default="ema", help="averaged or trained weights (ema)")
+    sampled.add_argument("--use", choices=("ema", "model"), help="averaged or trained weights (ema)")
     sampled.add_argument("--sampler", choices=("euler", "heun"), help="instead of the run's, as the next three")
     sampled.add_argument("--steps", type=positive)
     sampled.add_argument("--guidance", type=float)

@@ -142,10 +142,22 @@ def test_records_are_compared_if_they_were_taken_alike(folder, capsys):
         (("reference", "FOLDER/run", "--out", "FOLDER/x.txt"), "must end in .npz"),
         (("reference", "FOLDER/run", "--out", "FOLDER/x.npz", "--count", "3"), "at least 4"),
         (("compare", "FOLDER/run/config.yaml"), "no record of a score"),
+        (("reference", "FOLDER/run", "--out", "FOLDER/x.npz", "--name", "a"), "--name: FOLDER/run is a run"),
+        (("reference", "FOLDER/run", "--out", "FOLDER/x.npz", "--floor", "a"), "--floor: FOLDER/run is a run"),
+        (("reference", "FOLDER/sums.npz", "--out", "FOLDER/x.npz", "--floor", "a"), "--floor: FOLDER/sums.npz holds"),
+        (("reference", "FOLDER/sums.npz", "--out", "FOLDER/x.npz", "--name", "a"), "--name: FOLDER/sums.npz holds"),
+        (("reference", "FOLDER/sums.npz", "--out", "FOLDER/x.npz", "--count", "9"), "--count: FOLDER/sums.npz holds"),
+        (("score", "FOLDER/run", "--reference", "FOLDER/ref.npz", "--lossy"), "--lossy: FOLDER/run is a run"),
+        (
+            ("score", "FOLDER/eight.npz", "--reference", "FOLDER/ref.npz", "--seed", "0"),
+            "--seed: FOLDER/eight.npz holds",
+        ),
     ],
 )
 def test_bad_input_is_one_line(folder, capsys, words, reason):
-    assert reason in refusal(folder, capsys, *words)
+    np.savez(folder / "sums.npz", mu=np.zeros(3), sigma=np.eye(3))
+    np.savez(folder / "eight.npz", arr_0=np.zeros((8, 8, 8, 1), np.uint8))
+    assert reason.replace("FOLDER", str(folder)) in refusal(folder, capsys, *words)
 
 
 def test_a_score_tells_more_if_it_is_asked(folder, capsys):
