@@ -22,13 +22,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from dit_train import overlays
 from dit_train.command_line import Parser, refuse
+from dit_train.config import ConfigError
 from dit_train.run import metrics
 from eval import records
 from eval.records import Incomparable
 
+_NUMBERS = {
+    "score": ("value", "kid", "kid_standard_error", "floor", "floor_kid", "train_seconds"),
+    "held-out": ("heldout_count",),
+    "step": ("optimizer_ms", "step_ms", "wire_bytes"),
+}
+"""What a row of each kind must hold for the table and the pictures."""
 _SECTIONS = ("model", "data", "objective", "schedule", "train")
 _WARM_UP = 10
 """Steps left out of the times."""
@@ -61,25 +67,46 @@ def read(folder: Path) -> Finished:
     """Read a run folder. Raises `Incomparable` where it is none, not finished or damaged."""
     try:
         return _read(folder)
-    except (KeyError, TypeError, AttributeError, yaml.YAMLError, OSError) as error:
-        raise Incomparable(f"{folder}: damaged run folder ({type(error).__name__}: {error})") from None
+    except (ConfigError, OSError) as error:
+        raise Incomparable(f"{folder}: damaged run folder ({error}); train it anew or leave it out") from None
 
 
 def _read(folder: Path) -> Finished:
     if not (folder / "config.yaml").is_file():
         raise Incomparable(f"{folder}: no run folder (config.yaml is missing)")
     rows = metrics.read(folder / "scores.jsonl")
-    scores = [row for row in rows if row["kind"] == "score"]
-    losses = [row for row in rows if row["kind"] == "held-out"]
+    scores = [row for row in rows if row.get("kind") == "score"]
+    losses = [row for row in rows if row.get("kind") == "held-out"]
     for found, setting in ((scores, "score.every"), (losses, "run.validate_every")):
         if not found:
             raise Incomparable(f"{folder}: scores.jsonl lacks rows; train it with {setting} above 0")
-    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config = overlays.to_dict(overlays.read([folder / "config.yaml"]))
     if scores[-1]["step"] != config["train"]["steps"]:
         raise Incomparable(f"{folder}: not finished, scored last at step {scores[-1]['step']}; run its command again")
-    if not metrics.read(folder / "metrics.jsonl"):
-        raise Incomparable(f"{folder}: metrics.jsonl is missing or empty")
-    return Finished(folder, config, metrics.read(folder / "metrics.jsonl"), scores, losses)
+    steps = metrics.read(folder / "metrics.jsonl")
+    if not steps:
+        raise Incomparable(f"{folder}: metrics.jsonl is missing or empty; train it anew or leave it out")
+    _check(folder, scores, losses, steps)
+    return Finished(folder, config, steps, scores, losses)
+
+
+def _check(folder: Path, scores: list[dict], losses: list[dict], steps: list[dict]) -> None:
+    """Raise `Incomparable` at the first row without a number that the table or a picture needs."""
+    needed = [
+        (row, key)
+        for kind, rows in (("score", scores), ("held-out", losses), ("step", steps))
+        for row in rows
+        for key in _NUMBERS[kind]
+    ]
+    needed += [(row, "heldout_loss") for row in losses if row.get("heldout_loss", "") is not None]  # null: diverged
+    for row, key in needed:
+        if not isinstance(row.get(key), int | float):
+            found = "no" if key not in row else f"{row[key]!r} as"
+            raise Incomparable(
+                f"{folder}: step {row['step']} has {found} {key}; score or train the run anew, or leave it out"
+            )
+    if not isinstance(scores[-1].get("metric"), str):
+        raise Incomparable(f"{folder}: the last score has no metric; score or train the run anew, or leave it out")
 
 
 def check_alike(runs: Sequence[Finished]) -> None:
@@ -91,7 +118,7 @@ def check_alike(runs: Sequence[Finished]) -> None:
             raise Incomparable(f"{first.folder} and {run.folder} took the held-out loss on different numbers of images")
         for section in _SECTIONS:
             for key, ours in first.config[section].items():
-                theirs = run.config[section].get(key)
+                theirs = run.config[section][key]
                 if ours != theirs and key != "path":
                     raise Incomparable(f"{first.folder} has {section}.{key} {ours!r} but {run.folder} has {theirs!r}")
 
@@ -152,6 +179,11 @@ def write_json(found: Any, path: Path) -> None:
     """Write JSON values to a file whose folder is made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def unwritten(error: OSError, folder: Path) -> str:
+    """What to say where results could not be written into a folder."""
+    return f"{error.filename or folder}: {error.strerror or error}; name another place or make room"
 
 
 def _per_step(run: Finished, key: str) -> float:
@@ -219,19 +251,19 @@ def main(line: Sequence[str] | None = None) -> int:
         check_alike(runs)
     except Incomparable as error:
         return refuse(f"compare.py: {error}")
-    try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        if arguments.json is not None:
-            write_json({str(run.folder): summary(run) for run in runs}, arguments.json)
-    except OSError as error:
-        return refuse(f"compare.py: {error.filename}: {error.strerror}; name another")
     ranks = {run.scores[-1].get("ranks") for run in runs}
     text = table(runs, costs=len(ranks) == 1)
     if len(ranks) > 1:
         text += "\n\nTimes and bytes are left out: the runs ended on different numbers of ranks."
-    (arguments.out / "comparison.md").write_text(text + "\n")
-    draw_curves(runs, arguments.out / "comparison.png")
-    draw_samples(runs, arguments.out / "samples.png")
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        if arguments.json is not None:
+            write_json({str(run.folder): summary(run) for run in runs}, arguments.json)
+        (arguments.out / "comparison.md").write_text(text + "\n")
+        draw_curves(runs, arguments.out / "comparison.png")
+        draw_samples(runs, arguments.out / "samples.png")
+    except OSError as error:
+        return refuse(f"compare.py: {unwritten(error, arguments.out)}")
     print(f"\n{text}\n")
     for name in ("comparison.md", "comparison.png", "samples.png"):
         print(arguments.out / name)

@@ -175,22 +175,37 @@ def main(line: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("sweep.py: stopped; the same command goes on", file=sys.stderr)
         return exits.STOPPED
+    try:
+        report(sweep, losses, arguments.json)
+    except compare.Incomparable as error:
+        return refuse(f"sweep.py: {error}")
+    except OSError as error:
+        return refuse(f"sweep.py: {compare.unwritten(error, arguments.out)}")
+    return exits.DONE
+
+
+def report(sweep: Sweep, losses: dict[str, dict[float, float]], json: Path | None) -> None:
+    """Print the tables, write them and the pictures of the best runs into the sweep's folder, numbers into ``json``.
+
+    Raises:
+        Incomparable: a run's folder lacks what the table needs.
+        OSError: something cannot be written.
+    """
     best = {name: min(found, key=found.__getitem__) for name, found in losses.items()}
     runs = [compare.read(sweep.folder(name, lr)) for name, lr in best.items()]
     # times and bytes are left out: the runs shared the cores
     text = f"{loss_table(losses)}\n\n{compare.table(runs, costs=False)}\n"
-    (arguments.out / "sweep.md").write_text(text)
-    if arguments.json is not None:
+    (sweep.out / "sweep.md").write_text(text)
+    if json is not None:
         finite = {
             name: {f"{lr:g}": loss if math.isfinite(loss) else None for lr, loss in found.items()}
             for name, found in losses.items()
         }
         found = {"losses": finite, "runs": dict(zip(losses, map(compare.summary, runs), strict=True))}
-        compare.write_json(found, arguments.json)
-    compare.draw_curves(runs, arguments.out / "comparison.png")
-    compare.draw_samples(runs, arguments.out / "samples.png")
-    print(f"\n{text}\n{arguments.out / 'sweep.md'}")
-    return 0
+        compare.write_json(found, json)
+    compare.draw_curves(runs, sweep.out / "comparison.png")
+    compare.draw_samples(runs, sweep.out / "samples.png")
+    print(f"\n{text}\n{sweep.out / 'sweep.md'}")
 
 
 if __name__ == "__main__":

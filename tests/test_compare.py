@@ -1,6 +1,7 @@
 """The comparison: right numbers in the table, and no table of what cannot be compared."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import yaml
 from dit_train import overlays
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import compare as compare_script  # noqa: E402
 
 
 def write_run(folder: Path, optimizer: str, values: list[float], **changed) -> Path:
@@ -91,6 +94,38 @@ def test_a_folder_that_is_no_finished_run(tmp_path, missing):
     (run / missing).unlink()
     shown = compare(run, "--out", tmp_path / "out")
     assert shown.returncode == 2 and str(run) in shown.stderr and len(shown.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("scores.jsonl", '"floor": 3.5, ', "", "step 10 has no floor;"),
+        ("scores.jsonl", '"value": 3.0', '"value": null', "step 10 has None as value;"),
+        ("scores.jsonl", '"metric": "FD-digits-cnn", ', "", "no metric"),
+        ("scores.jsonl", '"heldout_loss": 0.25, ', "", "step 30 has no heldout_loss;"),
+        ("scores.jsonl", '"kind": "score", ', "", "scores.jsonl lacks rows"),
+        ("metrics.jsonl", '"step_ms": 10.0, ', "", "step 1 has no step_ms;"),
+        ("config.yaml", "optimizer:", "optimiser:", "optimiser: no such setting"),
+        ("config.yaml", "lr: 0.001", "lr: null", "lr"),
+    ],
+)
+def test_a_run_that_lacks_something_is_named_with_it(tmp_path, file, old, new, said):
+    run = write_run(tmp_path / "a", "adamw", [3.0])
+    text = (run / file).read_text()
+    assert old in text
+    (run / file).write_text(text.replace(old, new, 1))
+    with pytest.raises(compare_script.Incomparable, match=re.escape(said)) as refused:
+        compare_script.read(run)
+    assert str(run) in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("taken", ["comparison.md", "comparison.png", "samples.png"])
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path, taken, capsys):
+    run = write_run(tmp_path / "a", "adamw", [3.0])
+    (tmp_path / "out" / taken).mkdir(parents=True)
+    assert compare_script.main([str(run), "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("compare.py: ") and taken in line
 
 
 def test_an_unfinished_run_has_no_final_score(tmp_path):
