@@ -1,10 +1,11 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and folders that one process at a time writes to."""
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 
 @contextmanager
@@ -24,3 +25,49 @@ def replacing(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def try_lock(file: IO, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file without waiting; true as well on a file system without locks.
+
+    The lock ends with the file or with this process, however that ends. ``kind`` LOCK_SH is shared with others of it.
+    """
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+class FolderLock:
+    """Holds a folder by its hidden file ``.lock`` until ``release``. Raises ValueError where another process holds it.
+
+    Args:
+        folder: which must exist.
+        name: what the error calls it.
+    """
+
+    def __init__(self, folder: Path, name: Path):
+        self._path = folder / ".lock"
+        while True:
+            self._file = self._path.open("a")
+            if not try_lock(self._file):
+                self._file.close()
+                raise ValueError(f"{name}: another process is writing it; wait for it, or write elsewhere")
+            if self._is_the_one_there():
+                return
+            self._file.close()  # its last holder has removed it since it was opened
+
+    def release(self) -> None:
+        """Let go and leave no file behind."""
+        if not self._file.closed:
+            self._path.unlink(missing_ok=True)
+            self._file.close()
+
+    def _is_the_one_there(self) -> bool:
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eval.files import replacing
+from eval.files import FolderLock, replacing
 from eval.generate import Images, generate
 from eval.image_parts import ArrayParts, PngParts
 from eval.ranks import from_main
@@ -58,7 +58,8 @@ def write_images(
         How many images were made by this call, over all ranks.
 
     Raises:
-        ValueError: what is at ``path`` was made with other settings, or is not ours; on every rank alike.
+        ValueError: what is at ``path`` was made with other settings, is not ours, or is being written by another
+            process; on every rank alike.
         RuntimeError: rank 0 could not put the parts together; on every rank alike.
     """
     writer = Writer(path, indices, batch_size, settings, labels=labels, rgb=rgb, group=group)
@@ -70,9 +71,10 @@ def write_images(
         if progress:
             progress(done, total)
 
-    for chosen, pixels in generate(images, indices, batch_size, group, count, writer.done):
-        writer.write(chosen, pixels)
-    writer.finish()
+    with writer:
+        for chosen, pixels in generate(images, indices, batch_size, group, count, writer.done):
+            writer.write(chosen, pixels)
+        writer.finish()
     return made
 
 
@@ -88,6 +90,8 @@ def read_settings(path: str | Path) -> dict[str, Any] | None:
 
 class Writer:
     """The steps of ``write_images``, for a caller that does more with each batch, such as extracting features.
+
+    A context manager: until its end, or that of this process, no other process can write there.
 
     Attributes:
         done: int64, indices that need not be made, the same on every rank; hand it to ``generate``.
@@ -114,7 +118,15 @@ class Writer:
             ArrayParts(self._place, indices, batch_size) if suffix == ".npz" else PngParts(self._place, indices)
         )
         self._manifest = _manifest(settings, indices, batch_size, labels, rgb)
+        self._lock: FolderLock | None = None  # of rank 0
         self.done: Tensor = from_main(self._begin, group)
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def write(self, indices: Tensor, images: Tensor) -> None:
         """Store a batch of this rank as ``generate`` yields it: int64 [b], uint8 [b, C, H, W] with C 1 or 3."""
@@ -138,6 +150,21 @@ class Writer:
         """What is done already, by the disk, after it was made sure that it is of these settings. Rank 0 only."""
         if self._is_finished():
             return self._indices
+        self._check_ours()
+        self._place.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(self._place, self._path)
+        try:
+            if self._is_finished():  # by the process that held it until now
+                return self._indices
+            if not (self._place / MANIFEST).exists():
+                self._tell(self._place / MANIFEST)
+            return self._parts.done()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _check_ours(self) -> None:
+        """Raise ValueError where something lies that we did not begin, or began with other settings."""
         place, manifest = self._place, self._place / MANIFEST
         if manifest.exists():
             self._agree(manifest)
@@ -146,10 +173,6 @@ class Writer:
         elif self._packed and self._path.exists():
             beside = self._beside(".json").name
             raise ValueError(f"{self._path}: no {beside} tells how it was made; take it away or write elsewhere")
-        else:
-            place.mkdir(parents=True, exist_ok=True)
-            self._tell(manifest)
-        return self._parts.done()
 
     def _is_finished(self) -> bool:
         """Whether the zip or array is there with its manifest. Raises ValueError where it is of other settings."""
@@ -174,7 +197,7 @@ class Writer:
             self._parts.pack(self._path)
         if self._packed:
             self._tell(self._beside(".json"))  # from here on it is finished, whatever happens to the parts
-            shutil.rmtree(self._place)
+            shutil.rmtree(self._place, ignore_errors=True)
 
     def _tell(self, path: Path) -> None:
         with replacing(path) as file:

@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from dit_train.config import ConfigError
+from eval.files import try_lock
 
 HEADER = "# dit-train: "
 _FILES = ("config.yaml", "metrics.jsonl", "scores.jsonl", "exit.json", "lock")
@@ -47,7 +47,7 @@ def check(run: str) -> None:
                 raise ConfigError(f"run.folder: {folder / name} is not {kind}; move it away")
     if (folder / "lock").exists():
         with (folder / "lock").open("rb") as file:
-            if not _took(file, fcntl.LOCK_SH):  # shared: every rank looks, and looks must not meet each other
+            if not try_lock(file, fcntl.LOCK_SH):  # shared: every rank looks, and looks must not meet each other
                 raise _in_use(run)
 
 
@@ -60,22 +60,11 @@ def locked(run: str | Path) -> Iterator[None]:
     """
     with (Path(run) / "lock").open("a") as file:
         deadline = time.monotonic() + _SECONDS_A_LOOK_MAY_LAST
-        while not _took(file, fcntl.LOCK_EX):
+        while not try_lock(file):
             if time.monotonic() > deadline:
                 raise _in_use(run)
             time.sleep(0.02)
         yield
-
-
-def _took(file: IO, kind: int) -> bool:
-    """Lock an open file without waiting; true as well on a file system without locks."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def _in_use(run: str | Path) -> ConfigError:

@@ -3,6 +3,8 @@
 import io
 import json
 import shutil
+import subprocess
+import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -408,3 +410,49 @@ def test_progress_counts_what_is_left(tmp_path):
         write(tmp_path / "a", images=Failing(1))
     write(tmp_path / "a", progress=lambda *counts: reports.append(counts))
     assert reports == [(4, 5), (5, 5)]
+
+
+HOLD = """
+import sys, torch
+from eval.writing import Writer
+with Writer(sys.argv[1], torch.arange(8), 4, {}) as writer:
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("name", ["folder", "a.npz", "a.zip"])
+def test_a_second_process_does_not_write_to_the_same_place(tmp_path, name):
+    path = tmp_path / name
+    command = [sys.executable, "-c", HOLD, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == "held\n"
+        before = contents(tmp_path)
+        with pytest.raises(ValueError, match=f"{name}: another process is writing it; wait for it"):
+            write_images(numbered, path, torch.arange(8), 4, {})
+        assert contents(tmp_path) == before
+        first.kill()
+    assert write_images(numbered, path, torch.arange(8), 4, {}) == 8
+    assert not list(tmp_path.rglob(".lock"))
+
+
+def test_what_another_process_finished_meanwhile_is_not_begun_again(tmp_path, monkeypatch):
+    """The first look comes before its end, the lock after it."""
+    path, finished = tmp_path / "a.npz", Writer._is_finished
+    write_images(numbered, path, torch.arange(8), 4, {})
+    looks = []
+    monkeypatch.setattr(
+        Writer, "_is_finished", lambda self: bool(looks.append(0)) or (len(looks) > 1 and finished(self))
+    )
+    monkeypatch.setattr(Writer, "_check_ours", lambda self: None)
+    assert write_images(numbered, path, torch.arange(8), 4, {}) == 0
+
+
+def test_an_error_lets_go_of_the_place(tmp_path):
+    with pytest.raises(InterruptedError):
+        write_images(Model(fails_at=1), tmp_path / "made", torch.arange(8), 4, {})
+    (tmp_path / "made" / "000099.png").touch()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"000099.png is none of the images"):
+            write_images(numbered, tmp_path / "made", torch.arange(8), 4, {})
+    assert not (tmp_path / "made" / ".lock").exists()
