@@ -1,7 +1,9 @@
 """The commands of scripts/fid.py on a small run, on one rank and on two."""
 
 import dataclasses
+import hashlib
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +37,15 @@ def folder(tmp_path_factory):
     assert train([*base, "--train.compute_dtype", "fp32", "--run.folder", str(folder / "run")]) == 0
     assert fid.main(["reference", f"{folder}/run", "--out", f"{folder}/ref.npz", "--count", "64"]) == 0
     return folder
+
+
+@pytest.fixture
+def arrays(tmp_path):
+    """real.npz and made.npz of 12 grey images each, as ADM's tool writes them."""
+    for name, seed in (("real", 0), ("made", 1)):
+        pixels = np.random.default_rng(seed).integers(0, 256, (12, 8, 8, 1), dtype=np.uint8)
+        np.savez(tmp_path / f"{name}.npz", arr_0=pixels)
+    return tmp_path
 
 
 @pytest.fixture(autouse=True)
@@ -219,6 +230,36 @@ def test_folders_of_images_are_scored_with_a_floor(folder):
     assert code == 0 and made["n"] == made["n_kept"] == 12 and made["floor"] > 0 and len(made["images_sha256"]) == 64
     code, record = call(folder, "score", "FOLDER/made", "--reference", "FOLDER/real.npz")
     assert code == 0 and record["floor"] == made["floor"] and record["reference_sha256"] == made["images_sha256"]
+
+
+def test_an_array_of_images_alone_becomes_a_reference_that_says_their_number(folder, arrays):
+    code, made = call(
+        folder, "reference", str(arrays / "real.npz"), "--extractor", "digits-cnn", "--out", "FOLDER/r.npz"
+    )
+    assert code == 0 and made["n"] == made["n_kept"] == 12
+    assert (made["name"], made["image_shape"]) == ("real.npz", [1, 8, 8])
+    code, record = call(folder, "score", str(arrays / "made.npz"), "--reference", "FOLDER/r.npz")
+    assert code == 0 and record["n_ref"] == 12 and record["reference_sha256"] == made["images_sha256"]
+
+
+@pytest.mark.parametrize(("tool", "count"), [("pytorch-fid.npz", None), ("edm.npz", None), ("edm.pkl", 12)])
+def test_statistics_of_another_tool_are_a_reference_as_they_are(folder, arrays, monkeypatch, tool, count):
+    monkeypatch.setitem(fid.PROTOCOLS, "twelve", dataclasses.replace(fid.PROTOCOLS["small"], name="twelve", count=12))
+    words = ("--extractor", "digits-cnn", "--protocol", "twelve")
+    assert call(folder, "reference", str(arrays / "real.npz"), "--out", "FOLDER/own.npz", *words)[0] == 0
+    with np.load(folder / "own.npz") as own:
+        mu, sigma = own["mu"], own["sigma"]
+    np.savez(arrays / "pytorch-fid.npz", mu=mu, sigma=sigma)
+    np.savez_compressed(arrays / "edm.npz", mu=mu, sigma=sigma)
+    (arrays / "edm.pkl").write_bytes(pickle.dumps({"fid": {"mu": mu, "sigma": sigma}, "num_images": 12}))
+    (_, ours), (code, theirs) = (
+        call(folder, "score", str(arrays / "made.npz"), "--reference", str(path), *words)
+        for path in (folder / "own.npz", arrays / tool)
+    )
+    assert code == 0 and theirs["value"] == pytest.approx(ours["value"], rel=1e-9) and ours["value"] > 0
+    assert (theirs["n_ref"], theirs["reference"]) == (count, tool)
+    assert theirs["reference_sha256"] == hashlib.sha256((arrays / tool).read_bytes()).hexdigest()
+    assert not theirs.keys() & {"kid", "precision", "recall"}, "they hold no single images"
 
 
 def test_adms_protocol_takes_its_file_and_gives_all_its_numbers(folder, tmp_path):
