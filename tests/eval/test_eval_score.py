@@ -12,7 +12,10 @@ from dit_train.config import DataConfig
 from dit_train.data import sources
 from eval.extractors import Observation, load
 from eval.features import of_images
+from eval.frechet import frechet
 from eval.generate import generate
+from eval.kernel import kid
+from eval.manifold import prdc
 from eval.ranks import gather
 from eval.score import floor, score
 from eval.statistics import GaussianStats
@@ -67,9 +70,39 @@ def on_ranks():
     """What this rank finds among 2 of the 3 ranks, and among all."""
     warnings.simplefilter("error", FutureWarning)
     pair = dist.new_group([0, 1])
-    found = {"all": in_group(None), "failures": failures()}
+    found = {"all": in_group(None), "failures": failures(), "one batch": one_batch()}
     if dist.get_rank() < 2:
         found["pair"] = in_group(pair)
+    return found
+
+
+def one_batch(group=None):
+    """The record of a single batch, of which all ranks but one get nothing."""
+    extractor = load("digits-cnn")
+    reference = of_images(drawn(torch.arange(1000, 1000 + BATCH)), extractor, BATCH, "noise", group=group)
+    return score(drawn, torch.arange(BATCH), reference, extractor, BATCH, group)
+
+
+UNEQUAL = (5, 0, 1, 24, 7)  # of N, by rank
+
+
+def on_five_ranks():
+    """Sums of unequal shares; then what rank 0 finds alone, while the others are past it."""
+    rank, alone = dist.get_rank(), dist.new_group([0])
+    mine = torch.arange(N).split(UNEQUAL)[rank]
+    pooled = GaussianStats(6)
+    pooled.update(features_of(mine))
+    merged = GaussianStats(6)
+    for share in torch.arange(N).split(UNEQUAL):
+        merged.merge(GaussianStats.of(features_of(share)))
+    pooled.all_reduce()
+    features, _ = gather(features_of(mine), mine)
+    found = {"stats": (pooled.n, pooled.mean.numpy(), pooled.covariance.numpy())}
+    if rank == 0:
+        found["alone"] = [frechet(pooled, GaussianStats.of(features + 1)), frechet(merged, pooled)]
+        found["alone"] += kid(features, features + 1, 30, 10, 0)
+        found["alone"] += prdc(features, features + 1)
+        found["record"] = one_batch(alone)
     return found
 
 
@@ -153,7 +186,9 @@ def features_of(indices):
 @pytest.fixture(scope="module")
 def ranks():
     found = run(on_ranks, 3)
-    return {"pair": [f["pair"] for f in found[:2]]} | {name: [f[name] for f in found] for name in ("all", "failures")}
+    return {"pair": [f["pair"] for f in found[:2]]} | {
+        name: [f[name] for f in found] for name in ("all", "failures", "one batch")
+    }
 
 
 @pytest.mark.parametrize("name", ["pair", "all"])
@@ -189,9 +224,42 @@ def test_the_record_does_not_depend_on_the_number_of_ranks(ranks, extractor, nam
     alone = score(drawn, torch.arange(N), small_reference(extractor), extractor, BATCH)
     assert alone["value"] > 0
     for found in ranks[name]:
-        assert found["record"].keys() == alone.keys()
-        for key, value in alone.items():
-            assert found["record"][key] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value)
+        assert_same(found["record"], alone)
+
+
+def assert_same(record, other):
+    assert record.keys() == other.keys()
+    for key, value in other.items():
+        assert record[key] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value), key
+
+
+def test_ranks_without_any_image_get_the_record_of_one_rank(ranks):
+    alone = one_batch()
+    assert alone["n_gen"] == BATCH and alone["value"] > 0
+    for record in ranks["one batch"]:
+        assert_same(record, alone)
+
+
+@pytest.fixture(scope="module")
+def five():
+    return run(on_five_ranks, 5, timeout=240)
+
+
+def test_sums_of_five_unequal_shares_are_those_of_one_rank(five):
+    whole = features_of(range(N)).double().numpy()
+    for n, mean, covariance in (found["stats"] for found in five):
+        assert n == N
+        np.testing.assert_allclose(mean, whole.mean(0), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(covariance, np.cov(whole, rowvar=False), rtol=1e-9, atol=1e-12)
+
+
+def test_one_rank_computes_distances_without_waiting_for_the_others(five):
+    """A metric that synchronised in ``compute`` would hang here."""
+    features = features_of(range(N))
+    wanted = [frechet(GaussianStats.of(features), GaussianStats.of(features + 1)), 0.0]
+    wanted += [*kid(features, features + 1, 30, 10, 0), *prdc(features, features + 1)]
+    assert five[0]["alone"] == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+    assert_same(five[0]["record"], one_batch())
 
 
 @pytest.mark.parametrize(
