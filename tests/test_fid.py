@@ -139,6 +139,8 @@ def test_records_are_compared_if_they_were_taken_alike(folder, capsys):
     [
         (("score", "FOLDER/nowhere", "--reference", "FOLDER/ref.npz"), "no such folder or file"),
         (("score", "FOLDER/run", "--reference", "FOLDER/none.npz"), "No such file"),
+        (("score", "FOLDER/empty", "--reference", "FOLDER/ref.npz"), "FOLDER/empty: no images in it"),
+        (("reference", "FOLDER/empty", "--extractor", "digits-cnn", "--out", "FOLDER/x.npz"), "no images in it"),
         (("score", "FOLDER/run", "--reference", "FOLDER/ref.npz", "--count", "63"), "63 images against 64"),
         (
             ("score", "FOLDER/run", "--reference", "FOLDER/ref.npz", "--step", "3"),
@@ -166,6 +168,7 @@ def test_records_are_compared_if_they_were_taken_alike(folder, capsys):
     ],
 )
 def test_bad_input_is_one_line(folder, capsys, words, reason):
+    (folder / "empty").mkdir(exist_ok=True)
     np.savez(folder / "sums.npz", mu=np.zeros(3), sigma=np.eye(3))
     np.savez(folder / "eight.npz", arr_0=np.zeros((8, 8, 8, 1), np.uint8))
     assert reason.replace("FOLDER", str(folder)) in refusal(folder, capsys, *words)
@@ -230,6 +233,22 @@ def test_folders_of_images_are_scored_with_a_floor(folder):
     assert code == 0 and made["n"] == made["n_kept"] == 12 and made["floor"] > 0 and len(made["images_sha256"]) == 64
     code, record = call(folder, "score", "FOLDER/made", "--reference", "FOLDER/real.npz")
     assert code == 0 and record["floor"] == made["floor"] and record["reference_sha256"] == made["images_sha256"]
+
+
+def test_floats_are_read_by_the_range_that_the_command_line_names(folder, arrays, capsys):
+    assert (
+        call(folder, "reference", str(arrays / "real.npz"), "--extractor", "digits-cnn", "--out", "FOLDER/r.npz")[0]
+        == 0
+    )
+    with np.load(arrays / "made.npz") as made:
+        np.savez(arrays / "floats.npz", arr_0=(made["arr_0"] / 127.5 - 1).astype(np.float32))
+    words = ("--reference", "FOLDER/r.npz")
+    (_, levels), (code, floats) = (
+        call(folder, "score", str(arrays / "made.npz"), *words),
+        call(folder, "score", str(arrays / "floats.npz"), *words, "--value-range=-1..1"),
+    )
+    assert code == 0 and floats["value"] == levels["value"] and floats["conversions"] != levels["conversions"]
+    assert "arr_0 is float32" in refusal(folder, capsys, "score", str(arrays / "floats.npz"), *words)
 
 
 def test_an_array_of_images_alone_becomes_a_reference_that_says_their_number(folder, arrays):

@@ -11,7 +11,7 @@ import eval.score
 from dit_train.config import DataConfig
 from dit_train.data import sources
 from eval.extractors import Observation, load
-from eval.features import of_images
+from eval.features import extract, of_images
 from eval.frechet import frechet
 from eval.generate import generate
 from eval.kernel import kid
@@ -382,6 +382,23 @@ def test_another_extractor_or_image_size_is_not_compared(digits, reference, extr
 def test_an_index_that_two_ranks_made_is_noticed():
     with pytest.raises(ValueError, match="twice"):
         gather(torch.zeros(3, 2), torch.tensor([4, 5, 4]))
+
+
+def test_a_reference_resized_by_another_kernel_is_not_compared(extractor):
+    reference = small_reference(extractor)
+    reference.meta["resize"] = "bicubic"
+    with pytest.raises(ValueError, match=f"the reference was resized by bicubic, not {extractor.resize}: make it anew"):
+        score(drawn, torch.arange(N), reference, extractor, BATCH)
+
+
+@pytest.mark.parametrize("name", ["digits-cnn", "efficientnet-lite0"])
+def test_the_distance_does_not_depend_on_the_batch(digits, name):
+    network, images = load(name), [half if name == "digits-cnn" else half[:24].expand(-1, 3, -1, -1) for half in digits]
+    values = []
+    for batch in (1, 64):
+        real, made = (extract(lambda i, x=x: x[i], torch.arange(len(x)), network, batch).stats for x in images)
+        values.append(frechet(made, real))
+    assert values[0] == pytest.approx(values[1], rel=1e-3) and values[0] > 0.1
 
 
 def test_features_flattened_to_one_row_are_noticed():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from dit_train import overlays, preflight
 from dit_train.parallel import precision
 from dit_train.parallel.mesh import joined
+from dit_train.parallel.shard import local
 from dit_train.run import evaluation, loop, optimizer, references, sampling, schedule
 from dit_train.run.batch import draw, share
 from dit_train.run.ema import EMA
@@ -138,6 +139,29 @@ def test_scores_compare_averaged_weights_with_held_out_images_and_their_classes(
     record = scorer.score(StopRequest())
     assert set(weights) == {0.25}
     assert record["value"] < 1e-6 and record["n_gen"] == 359 and record["not_finite"] == 1
+
+
+@pytest.mark.parametrize("end", ["failed", "stopped"])
+def test_trained_weights_are_back_after_a_score_that_did_not_end(tmp_path, world, monkeypatch, end):
+    run = prepared(plan(tmp_path, "--score.every", "4", "--sample.batch", "16", "--score.count", "64"), world)
+    trained = [parameter.full_tensor().clone() for parameter in run.model.parameters()]
+    for average in run.ema.weights.values():
+        average.fill_(0.25)
+    scorer, stop, sampled, sampler = evaluation.Scorer(run), StopRequest(), [], sampling.Sampler.__call__
+
+    def second_ends(self, indices):
+        sampled.append(local(next(run.model.parameters()).detach()).unique().tolist())
+        if len(sampled) == 2 and end == "failed":
+            raise torch.OutOfMemoryError
+        stop._signalled = len(sampled) == 2
+        return sampler(self, indices)
+
+    monkeypatch.setattr(sampling.Sampler, "__call__", second_ends)
+    with pytest.raises({"failed": torch.OutOfMemoryError, "stopped": evaluation.Stopped}[end]):
+        scorer.score(stop)
+    assert sampled == [[0.25], [0.25]] and run.model.training and torch.is_grad_enabled()
+    assert all(map(torch.equal, trained, [parameter.full_tensor() for parameter in run.model.parameters()]))
+    assert all((local(average) == 0.25).all() for average in run.ema.weights.values())
 
 
 def test_a_stop_in_the_middle_of_a_score_saves_and_leaves_the_score_to_the_next_start(tmp_path, world, monkeypatch):
