@@ -6,10 +6,10 @@ Ours and theirs take turns on the same batches, so that whatever else the machin
 of the ratios of neighbouring turns, theirs over ours: above 1 ours is faster. Extractors take no part.
 
 FILE holds
-  torch, torchmetrics, device, threads, batch, rounds, updates: what ran; a turn is so many updates;
-  update.<d>: our_ms, their_ms (medians of one update), ratio, and ratio_low, ratio_high (quartiles over the rounds);
-  frechet.<d>: seconds of a first Fréchet distance, and of the next against the same reference, whose root is kept; also
-  for d = 512, and on a CPU not for 2048, where it takes a minute.
+  torch, torchmetrics, device, threads, batch, rounds, updates (in a turn);
+  update.<d>: our_ms, their_ms (medians of one update), ratio, ratio_low, ratio_high (quartiles over the rounds);
+  frechet.<d>: first, next (seconds of a Fréchet distance, and of another against the same reference, whose root is
+  kept; also for d = 512, and on a CPU not for 2048, where it takes a minute).
 """
 
 import argparse

@@ -4,6 +4,9 @@ usage: python scripts/bench_optimizers.py --ranks 2 --json FILE
 
 Starts its own ranks: on CUDA if there are enough devices, else on CPU. Prints a table and writes all numbers to FILE.
 Peers are measured if they are installed: pip install muon-fsdp2 heavyball dtensor-muon.
+
+FILE holds config, machine, optimizers (a row each), skipped (contenders, with the reason), row_step, overlap, peak
+(probes of one thing each) and figures (those that the table ends with).
 """
 
 from __future__ import annotations

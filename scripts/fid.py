@@ -9,10 +9,12 @@ IMAGES is a folder, .zip or .npz (``arr_0`` uint8 NHWC), or the folder of a run:
 `reference`, of images sampled on the way, which touch no disk, for `score`. REFERENCE may as well come from the ADM,
 EDM or clean-fid tools. All commands run under torchrun as well, where ranks share the work, and take --json FILE:
 
-    reference   n, n_kept, name, images_sha256, extractor, weights_sha256, resize, image_shape, conversions, and with
-                --floor or of a run floor, floor_kid, floor_draws
-    generate    out, count, made (by this call), not_finite, and every setting that the images depend on
-    score       the record of eval.score.compare and how the images were made
+    reference   n, n_kept, name, images_sha256, image_shape, extractor, weights_sha256, resize, extractor_device,
+                batch_size, first_index, last_index, torch; path, images, classes, conversions (of files); floor,
+                floor_kid, floor_draws (of a run, or with --floor)
+    generate    out, count, made (by this call), made_not_finite (of those); step, checkpoint_sha256, sampler, guidance,
+                sample_seed, labels, classes_sha256, quantize, weights, compute_dtype (which decide the images)
+    score       the record of eval.score.compare and, as for generate, how the images were made
     compare     the records by file name
 
 Exit codes: 0 done, 2 bad input, 85 asked to stop (`generate` goes on when it is called again); torchrun turns each
@@ -187,8 +189,8 @@ def generate(options: argparse.Namespace) -> dict[str, Any] | None:
             return None
     _say(f"{made:,} images made, {len(indices):,} in {options.out}")
     if broken:
-        _say(f"{broken} of them are black, since their values are not finite")
-    return {"out": str(options.out), "count": len(indices), "made": made, "not_finite": broken, **about}
+        _say(f"{broken} of those made now are black, since their values are not finite")
+    return {"out": str(options.out), "count": len(indices), "made": made, "made_not_finite": broken, **about}
 
 
 def score(options: argparse.Namespace) -> dict[str, Any] | None:

@@ -18,6 +18,8 @@ from optimizer_bench import contenders, link, probes, report
 from optimizer_bench.problem import Settings
 from optimizer_bench.timing import Sample
 
+from tests.docstrings import keys
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -48,6 +50,10 @@ def test_every_contender_has_a_row(smoke):
         assert bool(r["refresh"]) == (r["period"] > 0) and bool(r["cheap"]) == (r["period"] != 1)
         assert {"x_adamw", "x_fused", "x_muon", "x_floor"} <= set(r)
     assert row(result, "Muon")["x_muon"] == {"median": 1, "min": 1}
+
+
+def test_the_file_holds_what_the_docstring_lists(smoke):
+    assert smoke[0].keys() == keys(bench_optimizers.__doc__, "FILE holds")
 
 
 def test_bytes_are_exact(smoke):

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from dit_train import overlays
+from tests.docstrings import keys
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -51,6 +52,7 @@ def test_the_table_and_pictures(tmp_path):
     shown = compare(*runs, "--out", tmp_path / "out", "--json", tmp_path / "found.json")
     assert shown.returncode == 0, shown.stderr
     found = json.loads((tmp_path / "found.json").read_text())[str(runs[1])]
+    assert found.keys() == keys(compare_script.__doc__, "by run folder:")
     assert (found["best"]["value"], found["heldout_loss"], found["optimizer_ms"]) == (8.0, 0.25, 4.0)
     assert (found["score"]["step"], found["wire_bytes"], found["lr"]) == (30, 1000, 0.001)
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.stdout.splitlines() if "|" in line]

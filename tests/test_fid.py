@@ -17,6 +17,7 @@ from PIL import Image
 from dit_train.__main__ import main as train
 from eval.extractors.inception import FIDInception
 from scripts import fid
+from tests.docstrings import keys
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--model.width", "32", "--model.heads", "2", "--model.depth", "1", "--train.batch", "16"]
@@ -188,6 +189,21 @@ def test_random_labels_are_functions_of_the_index():
     assert torch.equal(law(torch.tensor([1999, 3])), whole[[1999, 3]])
     assert whole.bincount(minlength=10).min() > 140
     assert not torch.equal(whole, fid._labels("random", 2000, 10, 1, None)(torch.arange(2000)))
+
+
+def test_what_is_written_is_what_the_docstring_lists(folder, arrays):
+    def listed(command, following):
+        return keys(fid.__doc__, f"    {command}  ", f"    {following}  ")
+
+    of_run = call(folder, "reference", "FOLDER/run", "--out", "FOLDER/r.npz", "--count", "64")[1]
+    words = ("reference", f"{arrays}/real.npz", "--floor", f"{arrays}/made.npz", "--extractor", "digits-cnn")
+    of_files = call(folder, *words, "--out", "FOLDER/r.npz")[1]
+    assert of_run.keys() | of_files.keys() == listed("reference", "generate")
+    words = ("generate", "FOLDER/run", "--out", f"{arrays}/g.npz", "--count", "8", "--labels", "balanced")
+    made = call(folder, *words)[1]
+    assert made.keys() == listed("generate", "score") and (made["made"], made["made_not_finite"]) == (8, 0)
+    record = call(folder, "score", "FOLDER/run", "--reference", "FOLDER/ref.npz")[1]
+    assert record.keys() >= RECORD | made.keys() - {"out", "count", "made", "made_not_finite"}
 
 
 def test_images_of_another_rounding_do_not_pass_for_a_protocols(folder, capsys):

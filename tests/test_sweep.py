@@ -1,9 +1,15 @@
 """The grid of learning rates grows until the best one lies inside it."""
 
+import json
+import math
+import re
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.docstrings import keys
+from tests.test_compare import write_run
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 import sweep
@@ -37,3 +43,43 @@ def test_the_table_marks_the_best():
     text = sweep.loss_table({"configs/a.yaml": {1.0: 0.5, 2.0: 0.25, 4.0: 0.75}, "b.yaml": {2.0: 1.0}})
     assert text.splitlines()[2] == "| a | 0.5000 | **0.2500** | 0.7500 |"
     assert text.splitlines()[3] == "| b |  | **1.0000** |  |"
+
+
+LOSSES = {0.005: 0.3, 0.01: 0.25, 0.02: math.inf}
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Training is left out: a run's folder is there at once."""
+
+    def run(self, optimizer, lr):
+        write_run(self.folder(optimizer, lr), Path(optimizer).stem, [9.0, 7.0])
+        return LOSSES[lr]
+
+    monkeypatch.setattr(sweep.Sweep, "run", run)
+    words = ["configs/quickstart/base.yaml", "--start", "0.01", "--jobs", "1"]
+    return [*words, "--optimizer", "configs/optimizers/muon.yaml"]
+
+
+def test_the_numbers_are_written_as_the_docstring_says(trained, tmp_path):
+    found = tmp_path / "numbers" / "found.json"
+    assert sweep.main([*trained, "--out", str(tmp_path), "--json", str(found)]) == 0
+    written = json.loads(found.read_text(), parse_constant=pytest.fail)
+    assert written.keys() == set(re.findall(r"(\w+):", sweep.__doc__.partition("FILE holds")[2]))
+    (name,) = written["losses"]
+    assert name == "configs/optimizers/muon.yaml"
+    assert {float(lr): loss for lr, loss in written["losses"][name].items()} == LOSSES | {0.02: None}
+    assert written["runs"][name].keys() == keys(sweep.compare.__doc__, "by run folder:")
+    assert written["runs"][name]["score"]["value"] == 7.0
+    assert "**0.2500**" in (tmp_path / "sweep.md").read_text()
+
+
+@pytest.mark.parametrize("broken", ["floor", "place"])
+def test_runs_or_a_place_that_do_not_fit_are_one_line(trained, tmp_path, capsys, monkeypatch, broken):
+    if broken == "place":
+        (tmp_path / "comparison.png").mkdir()
+    else:
+        monkeypatch.setitem(sweep.compare._NUMBERS, "score", ("floor_of_another_version",))
+    assert sweep.main([*trained, "--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("sweep.py: ") and {"place": "comparison.png", "floor": "no floor_of"}[broken] in line
