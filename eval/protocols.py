@@ -5,7 +5,7 @@
     edm             Inception, TF1 bilinear        127.5x + 128↓  random    50,000   EDM's npz or pkl
     clean           Inception, antialiased bicubic rounded        random    50,000   clean-fid's npz, or your own
     torch-fidelity  Inception, TF1 bilinear        rounded        random    50,000   your own
-    small           any                            rounded        of the reference, as many as in it, held out
+    small           any                            rounded        reference as many  images held out from training
 
 Sources: Dhariwal and Nichol 2021 (ADM evaluator); Karras et al. 2022 (EDM); Parmar et al. 2022 (clean-fid); Obukhov et
 al. 2020 (torch-fidelity). LDM, VAR and MAR take ADM's with exactly 50 images a class: ``labels="balanced"``, which the
@@ -34,6 +34,7 @@ class Protocol:
         quantize: rule of ``eval.generate.quantize``.
         labels: classes of generated images: drawn uniformly by index, i mod classes, or those of the reference.
         count: images; None for as many as the reference holds.
+        reference: the real images that published numbers are against; which ones a score took, its record says beside.
         splits: of the Inception Score; 0 takes none.
         spatial: whether sFID belongs to it.
         neighbours: k of precision and recall; 0 takes none.
@@ -46,6 +47,7 @@ class Protocol:
     quantize: str
     labels: Labels
     count: int | None
+    reference: str
     splits: int = 0
     spatial: bool = False
     neighbours: int = 3
@@ -61,11 +63,22 @@ class Protocol:
 PROTOCOLS = {
     one.name: one
     for one in (
-        Protocol("adm-imagenet256", INCEPTION, "adm", "random", 50_000, 10, spatial=True, equal_n=False, keep=50_000),
-        Protocol("edm", INCEPTION, "edm", "random", 50_000, neighbours=0),
-        Protocol("clean", CLEAN, "round", "random", 50_000, neighbours=0),
-        Protocol("torch-fidelity", INCEPTION, "round", "random", 50_000, 10),
-        Protocol("small", None, "round", "reference", None),
+        Protocol(
+            "adm-imagenet256",
+            INCEPTION,
+            "adm",
+            "random",
+            50_000,
+            "VIRTUAL_imagenet256_labeled.npz",
+            10,
+            spatial=True,
+            equal_n=False,
+            keep=50_000,
+        ),
+        Protocol("edm", INCEPTION, "edm", "random", 50_000, "EDM's npz or pkl", neighbours=0),
+        Protocol("clean", CLEAN, "round", "random", 50_000, "clean-fid's npz, or your own", neighbours=0),
+        Protocol("torch-fidelity", INCEPTION, "round", "random", 50_000, "your own", 10),
+        Protocol("small", None, "round", "reference", None, "images held out from training"),
     )
 }
 

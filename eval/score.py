@@ -90,6 +90,7 @@ def compare(
         raise ValueError(f"images are {about['image_shape']}, the reference's {theirs}")
     return {
         "protocol": protocol.name,
+        "protocol_reference": protocol.reference,
         "metric": score_name(about["extractor"], len(generated)),
         **from_main(lambda: _distances(generated, reference, protocol, seed), group),
         "kid_seed": seed,

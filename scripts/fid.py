@@ -233,6 +233,7 @@ def score(options: argparse.Namespace) -> dict[str, Any] | None:
         if not world.is_main:
             return None
     print(records.table({str(options.images): record}), flush=True)
+    _say(f"protocol {wanted.name}: meant against {wanted.reference}, here against {record['reference']}")
     if record["rank_deficient"]:
         _say(f"{len(generated)} images in {record['num_features']} features: compare with the floor only")
     return record

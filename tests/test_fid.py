@@ -23,7 +23,8 @@ ROOT = Path(__file__).parent.parent
 TINY = ["--model.width", "32", "--model.heads", "2", "--model.depth", "1", "--train.batch", "16"]
 RUN = [*TINY, "--score.every", "4", "--score.count", "64", "--sample.batch", "16", "--sample.steps", "2"]
 RECORD = set(
-    "protocol metric value kid kid_standard_error precision recall density coverage floor floor_kid n_gen n_ref n_kept "
+    "protocol protocol_reference metric value kid kid_standard_error precision recall density coverage floor floor_kid "
+    "n_gen n_ref n_kept "
     "extractor weights_sha256 resize quantize reference reference_sha256 image_shape first_index last_index batch_size "
     "sample_seed labels weights sampler guidance compute_dtype torch".split()
 )
@@ -73,8 +74,10 @@ def refusal(folder, capsys, *words):
     return lines[0]
 
 
-def test_a_run_scored_afterwards_has_the_score_of_its_training(folder):
+def test_a_run_scored_afterwards_has_the_score_of_its_training(folder, capsys):
     code, record = call(folder, "score", "FOLDER/run", "--reference", "FOLDER/ref.npz", "--batch", "16")
+    against = "meant against images held out from training, here against digits held out"
+    assert f"protocol small: {against}" in capsys.readouterr().out
     rows = map(json.loads, (folder / "run" / "scores.jsonl").read_text().splitlines())
     (trained,) = [row for row in rows if row["kind"] == "score"]
     assert code == 0 and record["step"] == 4
@@ -312,6 +315,7 @@ def test_adms_protocol_takes_its_file_and_gives_all_its_numbers(folder, tmp_path
     assert code == 0 and made["n"] is None and made["n_kept"] == 8
     assert made["conversions"] == ["mu and sigma are those of the file"]
     code, record = call(folder, "score", str(tmp_path / "made.npz"), "--reference", "FOLDER/adm.npz", *how)
+    assert record["protocol_reference"] == "VIRTUAL_imagenet256_labeled.npz" and record["reference"] == "adm.npz"
     assert code == 0 and record["metric"] == "FID-12" and record["protocol"] == "adm-imagenet256"
     assert {"sfid", "inception_score", "precision", "recall", "kid"} <= record.keys()
     assert (record["n_gen"], record["n_ref"]) == (12, None)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from eval import protocols
 from eval.details import details
 from eval.extractors import FeatureExtractor, Observation
 from eval.extrapolate import fid_infinity
@@ -162,6 +163,7 @@ def test_a_protocol_decides_what_a_record_holds(extractor, name, keys):
     assert found >= keys and (("sfid" in found) == ("sfid" in keys))
     assert ("inception_score" in found) == ("inception_score" in keys)
     assert ("precision" in found) == ("precision" in keys)
+    assert record["protocol_reference"] == ours.reference in " ".join(protocols.__doc__.split())
     assert record["protocol"] == name and json.loads(json.dumps(record, allow_nan=False)) == record
 
 
