@@ -71,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with StopRequest() as stop:
             options.stop = stop
             found = options.command(options)
+        if options.json is not None and found is not None:
+            options.json.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     except Stopped:
         _say("stopped" + ("; the same command goes on" if options.command is generate else ""))
         return exits.STOPPED
@@ -78,8 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, RuntimeError) and "on rank 0: " not in str(error):
             raise
         return refuse(f"fid.py: {error}")
-    if options.json is not None and found is not None:
-        options.json.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     return exits.DONE
 
 

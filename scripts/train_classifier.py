@@ -88,10 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         found = fitted(options.data, options.fashion_dir, options.out)
+        if options.json is not None:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
     except (ValueError, OSError) as error:
         return refuse(f"train_classifier.py: {str(error).replace('data.path', '--fashion-dir')}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
     return exits.DONE
 
 

@@ -178,6 +178,14 @@ def test_bad_input_is_one_line(folder, capsys, words, reason):
     assert reason.replace("FOLDER", str(folder)) in refusal(folder, capsys, *words)
 
 
+def test_a_result_that_cannot_be_written_after_all_is_one_line(capsys, tmp_path):
+    (tmp_path / "link.json").symlink_to(tmp_path / "gone" / "a.json")
+    record = {"metric": "FID-8", "value": 3.0, "n_gen": 8, "n_ref": None}
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    code = fid.main(["compare", str(tmp_path / "a.json"), "--json", str(tmp_path / "link.json")])
+    assert code == 2 and "No such file" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_score_tells_more_if_it_is_asked(folder, capsys):
     words = ("score", "FOLDER/run", "--reference", "FOLDER/ref.npz", "--intervals", "--classes")
     code, record = call(folder, *words, "--training", "FOLDER/ref.npz")
