@@ -15,7 +15,10 @@ import torch.distributed as dist
 from PIL import Image
 
 from dit_train.__main__ import main as train
+from eval.extractors import load
 from eval.extractors.inception import FIDInception
+from eval.features import of_images
+from eval.frechet import frechet
 from scripts import fid
 from tests.docstrings import keys
 
@@ -48,6 +51,13 @@ def arrays(tmp_path):
         pixels = np.random.default_rng(seed).integers(0, 256, (12, 8, 8, 1), dtype=np.uint8)
         np.savez(tmp_path / f"{name}.npz", arr_0=pixels)
     return tmp_path
+
+
+def seen(path):
+    """Features of an array of images, past the command line."""
+    with np.load(path) as file:
+        pixels = torch.from_numpy(file["arr_0"]).permute(0, 3, 1, 2)
+    return of_images(pixels, load("digits-cnn"), 128, path.name)
 
 
 @pytest.fixture(autouse=True)
@@ -291,18 +301,14 @@ def test_an_array_of_images_alone_becomes_a_reference_that_says_their_number(fol
 @pytest.mark.parametrize(("tool", "count"), [("pytorch-fid.npz", None), ("edm.npz", None), ("edm.pkl", 12)])
 def test_statistics_of_another_tool_are_a_reference_as_they_are(folder, arrays, monkeypatch, tool, count):
     monkeypatch.setitem(fid.PROTOCOLS, "twelve", dataclasses.replace(fid.PROTOCOLS["small"], name="twelve", count=12))
-    words = ("--extractor", "digits-cnn", "--protocol", "twelve")
-    assert call(folder, "reference", str(arrays / "real.npz"), "--out", "FOLDER/own.npz", *words)[0] == 0
-    with np.load(folder / "own.npz") as own:
-        mu, sigma = own["mu"], own["sigma"]
-    np.savez(arrays / "pytorch-fid.npz", mu=mu, sigma=sigma)
-    np.savez_compressed(arrays / "edm.npz", mu=mu, sigma=sigma)
-    (arrays / "edm.pkl").write_bytes(pickle.dumps({"fid": {"mu": mu, "sigma": sigma}, "num_images": 12}))
-    (_, ours), (code, theirs) = (
-        call(folder, "score", str(arrays / "made.npz"), "--reference", str(path), *words)
-        for path in (folder / "own.npz", arrays / tool)
-    )
-    assert code == 0 and theirs["value"] == pytest.approx(ours["value"], rel=1e-9) and ours["value"] > 0
+    real, made = (seen(arrays / name).stats for name in ("real.npz", "made.npz"))
+    pair = {"mu": real.mean.numpy(), "sigma": real.covariance.numpy()}
+    np.savez(arrays / "pytorch-fid.npz", **pair)
+    np.savez_compressed(arrays / "edm.npz", **pair)
+    (arrays / "edm.pkl").write_bytes(pickle.dumps({"fid": pair, "num_images": 12}))
+    words = ("--reference", str(arrays / tool), "--extractor", "digits-cnn", "--protocol", "twelve")
+    code, theirs = call(folder, "score", str(arrays / "made.npz"), *words)
+    assert code == 0 and theirs["value"] == pytest.approx(frechet(made, real), rel=1e-9) and theirs["value"] > 0
     assert (theirs["n_ref"], theirs["reference"]) == (count, tool)
     assert theirs["reference_sha256"] == hashlib.sha256((arrays / tool).read_bytes()).hexdigest()
     assert not theirs.keys() & {"kid", "precision", "recall"}, "they hold no single images"
