@@ -29,7 +29,10 @@ class Reading:
     def __post_init__(self) -> None:
         """Raises ValueError for an unknown colour or a side below 1."""
         if self.background is not None:
-            ImageColor.getrgb(self.background)
+            try:
+                ImageColor.getrgb(self.background)
+            except ValueError as error:
+                raise ValueError(f"background={self.background!r} is no colour; say e.g. white or #ffffff") from error
         if self.center_crop_adm is not None and self.center_crop_adm < 1:
             raise ValueError(f"a centre crop of {self.center_crop_adm} pixels holds nothing")
 

@@ -1,11 +1,17 @@
-"""Files that appear whole or not at all, and folders that one process at a time writes to."""
+"""Files that appear whole or not at all, folders that one process at a time writes to, and what damaged files raise."""
 
 import fcntl
+import lzma
 import os
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, BinaryIO
+
+DAMAGED = (OSError, EOFError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, NotImplementedError)
+"""What ``zipfile`` raises for a file that cannot be read, or is packed in a way that it does not know."""
 
 
 @contextmanager

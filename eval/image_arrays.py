@@ -9,7 +9,6 @@ indices rise from batch to batch, as they do in a score, and begins anew for eac
 import struct
 import threading
 import zipfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,17 +18,21 @@ import torch
 from numpy.lib import format as npy
 from torch import Tensor
 
+from eval.files import DAMAGED
+
 _RANGES = ((0, 1), (-1, 1), (0, 255))
+_PIECE = 1 << 20  # bytes read at once where only the check sum is wanted
 _SHAPE_FIX = "save uint8 [N, H, W, C] with C 1 or 3"
 
 
 def open_npz(
     path: Path, value_range: tuple[float, float] | None
-) -> tuple[int, tuple[int, int, int], Tensor | None, list[str], Callable[[list[int]], np.ndarray]]:
+) -> tuple[int, tuple[int, int, int], Tensor | None, list[str], Callable[[list[int]], np.ndarray], Callable[[], None]]:
     """``arr_0`` [N, H, W, C] and, where it is there, ``arr_1`` [N] of an ``.npz`` file.
 
     Returns:
-        (N, (C, H, W), labels int64 [N] or None, conversions in words, function from rows to uint8 [B, C, H, W]).
+        (N, (C, H, W), labels int64 [N] or None, conversions in words, function from rows to uint8 [B, C, H, W],
+        function that reads ``arr_0`` once and raises ValueError unless it has its check sum).
 
     Raises:
         ValueError: not an ``.npz`` file, no ``arr_0``, another layout or dtype, floats without ``value_range``; each
@@ -39,7 +42,7 @@ def open_npz(
         with zipfile.ZipFile(path) as archive:
             member = _member(path, archive)
             names = {name.removesuffix(".npy") for name in archive.namelist()}
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except DAMAGED as error:
         raise ValueError(f"{path}: cannot be read as an .npz file ({error})") from error
     n, height, width, channels = _checked_layout(path, member.shape)
     notes = _checked_values(path, member.dtype, value_range)
@@ -53,7 +56,7 @@ def open_npz(
             pixels = _to_levels(path, pixels, rows, value_range)
         return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
 
-    return n, (channels, height, width), labels, notes, read
+    return n, (channels, height, width), labels, notes, read, member.verify
 
 
 class _Member:
@@ -72,9 +75,18 @@ class _Member:
         try:
             with self._lock:
                 self._fill(made, rows)
-        except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise ValueError(f"{self._path}: {self._name} is damaged ({error})") from error
+        except DAMAGED as error:
+            raise ValueError(f"{self._path}: {self._name} is damaged ({error}); write the file anew") from error
         return made
+
+    def verify(self) -> None:
+        """Read all of it once for its check sum, which rows read here and there pass by. Raises as ``rows``."""
+        try:
+            with zipfile.ZipFile(self._path) as archive, archive.open(self._name) as file:
+                while file.read(_PIECE):
+                    pass
+        except DAMAGED as error:
+            raise ValueError(f"{self._path}: {self._name} is damaged ({error}); write the file anew") from error
 
     def _fill(self, made: np.ndarray, rows: list[int]) -> None:
         nbytes = self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
@@ -105,6 +117,8 @@ def _member(path: Path, archive: zipfile.ZipFile) -> _Member:
     if "arr_0.npy" not in names:
         held = ", ".join(name.removesuffix(".npy") for name in names[:5]) or "nothing"
         raise ValueError(f"{path}: no arr_0 in it but {held}; images go in as numpy.savez(FILE, arr_0=IMAGES)")
+    if names.count("arr_0.npy") > 1:
+        raise ValueError(f"{path}: arr_0 occurs twice in it; write the file anew")
     info = archive.getinfo("arr_0.npy")
     if info.flag_bits & 1:
         raise ValueError(f"{path}: arr_0 is encrypted; write the file without a password")
@@ -184,8 +198,11 @@ def _labels(path: Path, n: int) -> Tensor:
     try:
         with np.load(path, allow_pickle=False) as file:
             labels = file["arr_1"]
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, *DAMAGED) as error:
         raise ValueError(f"{path}: arr_1 cannot be read ({error})") from error
-    if labels.shape != (n,) or labels.dtype.kind not in "iu" or (n and labels.min() < 0):
+    if labels.shape != (n,) or labels.dtype.kind not in "iu":
         raise ValueError(f"{path}: arr_1 is {labels.dtype} {list(labels.shape)}, not one class number ≥ 0 an image")
-    return torch.from_numpy(labels.astype(np.int64))
+    labels = labels.astype(np.int64)  # what is beyond wraps to below 0
+    if n and labels.min() < 0:
+        raise ValueError(f"{path}: arr_1 holds {labels.min()}, which is no class number ≥ 0")
+    return torch.from_numpy(labels)

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
-from PIL import ImageFile
+from PIL import ImageFile, UnidentifiedImageError
 from torch import Tensor
 
 from eval import decoding
@@ -61,13 +61,16 @@ def in_zip(path: Path) -> Files:
     """All images in a zip file, in any of its folders.
 
     Raises:
-        ValueError: not a zip, or members that are encrypted or occur twice.
+        ValueError: not a zip, or members that are encrypted, occur twice, or lie at no plain path below its root.
     """
     try:
         archive = zipfile.ZipFile(path)
     except (OSError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: cannot be read as a zip file ({error})") from error
     members = [info for info in archive.infolist() if not info.is_dir()]
+    odd = next((info.filename for info in members if {"", ".", ".."} & set(info.filename.split("/"))), None)
+    if odd is not None:
+        raise ValueError(f"{path}: {odd} is no plain path, without /, ./ or ../ before it; write the zip file anew")
     files = _sorted_out(str(path), [info.filename for info in members], archive.open)
     images = set(files.names)
     locked = next((info.filename for info in members if info.filename in images and info.flag_bits & 1), None)
@@ -169,8 +172,10 @@ def _header(files: Files, name: str) -> Header:
 
 
 def _unreadable(files: Files, name: str, error: Exception) -> ValueError:
-    text = str(error).partition("\n")[0]
-    return ValueError(f"{files.root}: {name} cannot be read as an image ({type(error).__name__}: {text}); replace it")
+    text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if isinstance(error, UnidentifiedImageError):  # Pillow names its own object
+        text = "it is no PNG, JPEG, WebP or BMP, or is damaged"
+    return ValueError(f"{files.root}: {name} cannot be read as an image ({text}); replace it")
 
 
 def _check(files: Files, name: str, header: Header, first: tuple[str, Header], how: Reading) -> None:

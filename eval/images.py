@@ -19,9 +19,13 @@ from torch import Tensor
 
 from eval import image_arrays, image_files
 from eval.decoding import Reading
-from eval.ranks import world
+from eval.ranks import from_main, raise_together, world
 
 _CHUNK = 64  # images held at once where the caller states no batch
+
+
+def _nothing_to_verify() -> None:
+    """For image files, of which each is read whole when it is decoded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +38,7 @@ class ImageSet:
         labels: int64 [N], or None.
         conversions: what was done to stored pixels, in words; empty where they are taken as they are.
         read: row numbers [B] to uint8 [B, C, H, W].
+        verify: raises ValueError where the container is damaged in a way that ``read`` does not see.
     """
 
     path: str
@@ -42,6 +47,7 @@ class ImageSet:
     labels: Tensor | None
     conversions: tuple[str, ...]
     read: Callable[[list[int]], np.ndarray] = field(repr=False)
+    verify: Callable[[], None] = field(repr=False, default=_nothing_to_verify)
 
     def __len__(self) -> int:
         return self.length
@@ -70,14 +76,15 @@ class ImageSet:
         """Yield this rank's share of the images ``indices`` as (indices [b], images [b, C, H, W]).
 
         Dealt as by ``eval.generate.generate``, but only what is kept is read, and the next batch is read while the
-        caller works on this one. At most two batches are held. ``progress`` counts the images of
-        all ranks and is called equally often on every rank.
+        caller works on this one. At most two batches are held. Rank 0 verifies the container first. ``progress``
+        counts the images of all ranks and is called equally often on every rank.
 
         Raises:
-            ValueError: ``batch_size`` below 1, or as in ``batch``.
+            ValueError: ``batch_size`` below 1, or as in ``batch``; on every rank alike.
         """
         if batch_size < 1:
             raise ValueError(f"batches of {batch_size} images hold nothing")
+        from_main(self.verify, group)
         rank, ranks = world(group)
         batches = indices.split(batch_size) if len(indices) else ()
         mine = iter(batches[rank::ranks])
@@ -89,6 +96,10 @@ class ImageSet:
 
             coming = begin()
             for first in range(0, len(batches), ranks):  # as many rounds on every rank: ``progress`` may communicate
+                broken = coming[1].exception() if coming else None
+                if broken is not None and not isinstance(broken, ValueError):
+                    raise broken
+                raise_together(broken, group)
                 if coming:
                     chosen, images = coming[0], coming[1].result()
                     coming = begin()
@@ -148,10 +159,11 @@ def open_images(
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such folder or file of images")
+    verify = _nothing_to_verify
     if path.is_file() and path.suffix.lower() == ".npz":
         if background is not None or center_crop_adm is not None or class_folders:
             raise ValueError(f"{path}: background, center_crop_adm and class_folders are for image files, not arrays")
-        n, shape, labels, notes, read = image_arrays.open_npz(path, value_range)
+        n, shape, labels, notes, read, verify = image_arrays.open_npz(path, value_range)
     else:
         if value_range is not None:
             raise ValueError(f"{path}: value_range is for arrays of floats; image files hold 0..255")
@@ -164,7 +176,7 @@ def open_images(
         raise ValueError(f"{path}: {n} image in it, but a covariance needs at least 2")
     if 0 in shape:
         raise ValueError(f"{path}: images of shape {list(shape)} hold no pixels")
-    images = ImageSet(str(path), n, shape, labels, tuple(notes), read)
+    images = ImageSet(str(path), n, shape, labels, tuple(notes), read, verify)
     _check_span(images, value_range)
     return images
 

@@ -84,6 +84,24 @@ def from_main(compute: Callable[[], Any], group: dist.ProcessGroup | None = None
     return told[0]
 
 
+def raise_together(error: ValueError | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank, which all call this, where one of them brings an error: else the others would wait for it.
+
+    Raises:
+        ValueError: the own error, or one with the text of the first rank that has one.
+    """
+    if world(group)[1] > 1:
+        device = communication_device(group)
+        some = torch.tensor([error is not None], dtype=torch.int32, device=device)
+        dist.all_reduce(some, dist.ReduceOp.MAX, group=group)
+        if some.item():
+            told: list[Any] = [None] * world(group)[1]
+            dist.all_gather_object(told, None if error is None else str(error), group=group)
+            error = error or ValueError(next(text for text in told if text is not None))
+    if error is not None:
+        raise error
+
+
 def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
     """The tensor of each rank, all of one shape, on the device of ``x``."""
     sent = x.to(communication_device(group)).contiguous()

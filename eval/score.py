@@ -88,7 +88,7 @@ def compare(
     theirs = reference.meta.get("image_shape")
     if theirs not in (None, about["image_shape"]):
         raise ValueError(f"images are {about['image_shape']}, the reference's {theirs}")
-    return {
+    record = {
         "protocol": protocol.name,
         "protocol_reference": protocol.reference,
         "metric": score_name(about["extractor"], len(generated)),
@@ -98,12 +98,12 @@ def compare(
         "n_ref": reference.stats.n,
         "num_features": generated.stats.num_features,
         "rank_deficient": len(generated) <= generated.stats.num_features,
-        **about,
         "reference": reference.meta.get("name", "statistics of another tool"),
         "reference_sha256": reference.meta.get("file_sha256", reference.meta.get("images_sha256")),
         "n_kept": [len(generated.kept), len(reference.kept)],
         **{key: reference.meta[key] for key in FLOOR if key in reference.meta},
     }
+    return record | {key: value for key, value in about.items() if key not in record}  # what was measured wins
 
 
 def floor(

@@ -14,6 +14,7 @@ from eval.extractors import Observation, load
 from eval.features import extract, of_images
 from eval.frechet import frechet
 from eval.generate import generate
+from eval.images import ImageSet
 from eval.kernel import kid
 from eval.manifold import prdc
 from eval.ranks import gather
@@ -138,8 +139,16 @@ def failures():
         eval.score.frechet = works
     found["nan"] = error(drawn, torch.arange(N), reference, Replaced(extractor, nan_for_image_12), BATCH)
     found["shape"] = error(lambda i: drawn(i).repeat(1, 1, 2, 2), first_images, few, extractor, BATCH)
+    broken = ImageSet("somewhere", N, (1, 8, 8), None, (), broken_at_12)
+    found["broken file"] = error(broken, torch.arange(N), reference, extractor, BATCH)
     found["dark"] = error(dark_at_first, torch.arange(N), reference, extractor, BATCH)
     return found
+
+
+def broken_at_12(rows):
+    if 12 in rows:  # one rank alone reads it
+        raise ValueError("somewhere: image 12 is damaged")
+    return drawn(rows).numpy()
 
 
 class Replaced:
@@ -268,6 +277,7 @@ def test_one_rank_computes_distances_without_waiting_for_the_others(five):
         ("linear algebra", "RuntimeError: no distances: _LinAlgError: eigh did not converge"),
         ("nan", f"ValueError: features of 1 of {N} images hold NaN or infinity, first of the image with index 12"),
         ("shape", "ValueError: images are [1, 16, 16], the reference's [1, 8, 8]"),
+        ("broken file", "ValueError: somewhere: image 12 is damaged"),
         ("dark", None),
     ],
 )

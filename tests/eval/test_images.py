@@ -312,6 +312,19 @@ def test_zips_that_are_damaged_encrypted_or_hold_a_name_twice(tmp_path):
         open_images(path)
 
 
+@pytest.mark.parametrize("name", ["../b.png", "./b.png", "/b.png", "a/../b.png", "a//b.png"])
+def test_no_image_of_a_zip_is_lost_since_its_path_is_odd(tmp_path, name):
+    with pytest.raises(ValueError, match=f"z.zip: {name} is no plain path"):
+        open_images(zip_of(tmp_path / "z.zip", {"0.png": GOOD, "1.png": GOOD, name: GOOD}))
+
+
+def test_a_file_that_is_no_image_is_named_without_names_of_python_objects(tmp_path):
+    for files in (folder_of(tmp_path, {"a.png": GOOD, "b.png": b"x"}), zip_of(tmp_path / "z.zip", {"b.png": b"x"})):
+        with pytest.raises(ValueError, match=r"b.png cannot be read as an image \(it is no PNG") as caught:
+            open_images(files)
+        assert "<" not in str(caught.value)
+
+
 # --- arrays
 
 
@@ -346,6 +359,7 @@ def test_labels_are_those_of_arr_1_and_adms_statistics_are_said_to_be_left_aside
         ({"arr_0": pixels(), "arr_1": np.zeros(4, np.int64)}, r"arr_1 is int64 \[4\], not one class number"),
         ({"arr_0": pixels(), "arr_1": np.zeros(5)}, r"arr_1 is float64 \[5\]"),
         ({"arr_0": pixels(), "arr_1": np.full(5, -1)}, r"class number ≥ 0"),
+        ({"arr_0": pixels(), "arr_1": np.full(5, 2**63, np.uint64)}, r"class number ≥ 0"),
         ({"arr_0": pixels(), "arr_1": np.array([None] * 5)}, r"arr_1 cannot be read"),
     ],
 )
@@ -399,7 +413,7 @@ def test_options_that_do_not_apply_are_refused(tmp_path):
         open_images(tmp_path / "f", value_range=(0, 1))
     with pytest.raises(ValueError, match="are for image files"):
         open_images(npz(tmp_path, arr_0=pixels()), background="white")
-    with pytest.raises(ValueError, match="unknown color"):
+    with pytest.raises(ValueError, match="is no colour; say"):
         open_images(tmp_path / "f", background="colourful")
     with pytest.raises(ValueError, match="a centre crop of 0"):
         open_images(tmp_path / "f", center_crop_adm=0)
@@ -413,10 +427,42 @@ def test_a_damaged_array_is_named(tmp_path, save):
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"a.npz: cannot be read as an .npz file"):
         open_images(path)
+    path.write_bytes(whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 1]) + whole[len(whole) // 2 + 1 :])
+    with pytest.raises(ValueError, match=r"arr_0.npy is damaged"):  # one bit, and of rows that are not asked for
+        next(open_images(path).batches(torch.arange(2), 2))
     if save is np.savez_compressed:
         path.write_bytes(whole[: len(whole) // 2] + bytes(1000) + whole[len(whole) // 2 + 1000 :])
         with pytest.raises(ValueError, match=r"arr_0.npy is damaged"):
             open_images(path).batch(torch.arange(50))
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
+def test_arrays_packed_by_other_methods_are_read_or_named_if_damaged(tmp_path, method):
+    np.savez(tmp_path / "a.npz", arr_0=pixels())
+    with zipfile.ZipFile(tmp_path / "b.npz", "w", method) as packed, zipfile.ZipFile(tmp_path / "a.npz") as stored:
+        packed.writestr("arr_0.npy", stored.read("arr_0.npy"))
+    assert open_images(tmp_path / "b.npz").batch(torch.arange(5)).equal(torch.from_numpy(pixels()).permute(0, 3, 1, 2))
+    whole = bytearray((tmp_path / "b.npz").read_bytes())
+    for number in range(len(whole) // 8, len(whole) // 2):
+        whole[number] ^= 0xFF
+    (tmp_path / "b.npz").write_bytes(whole)
+    with pytest.raises(ValueError, match=r"damaged|cannot be read as an .npz file"):
+        open_images(tmp_path / "b.npz").batch(torch.arange(5))
+
+
+def test_an_array_packed_by_an_unknown_method_or_twice_is_named(tmp_path):
+    path = npz(tmp_path, arr_0=pixels())
+    whole = bytearray(path.read_bytes())
+    for signature, method in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        whole[whole.rindex(signature) + method] = 99
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match=r"a.npz: cannot be read as an .npz file .*compression"):
+        open_images(path)
+    with zipfile.ZipFile(path, "w") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        for _ in range(2):
+            archive.writestr("arr_0.npy", b"")
+    with pytest.raises(ValueError, match="arr_0 occurs twice"):
+        open_images(path)
 
 
 def test_memory_is_that_of_a_batch_whatever_the_number_of_images(tmp_path):
