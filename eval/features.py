@@ -7,8 +7,6 @@ else looks at single images.
 
 import hashlib
 import json
-import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eval.extractors import FeatureExtractor, Observation
-from eval.files import replacing
+from eval.files import DAMAGED, replacing
 from eval.generate import Images, generate
 from eval.images import ImageSet
 from eval.inception_score import InceptionSums
@@ -88,14 +86,13 @@ class Features:
                 with np.load(path, allow_pickle=False) as file:
                     names = set(file.files)
                     ours = {name: torch.from_numpy(file[name]) for name in {"features", "indices", "labels"} & names}
-            except (zipfile.BadZipFile, zlib.error, EOFError, TypeError) as error:
+            except (ValueError, TypeError, *DAMAGED) as error:
                 raise ValueError(f"{path}: damaged ({error}); make it anew") from error
         spatial = GaussianStats.load(path, device, spatial=True) if "mu_s" in names else None
         if not {"features", "indices"} <= ours.keys():
             about = {"name": path.name, "file_sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
             return cls(stats, spatial, meta=about | stats.meta)
-        if len({len(ours[key]) for key in ours}) != 1:
-            raise ValueError(f"{path}: damaged (features, indices and labels differ in number); make it anew")
+        _check_kept(path, stats.num_features, **ours)
         if spatial is not None and stats.n is not None:
             spatial = GaussianStats.given(spatial.mean, spatial.covariance, stats.n, spatial.meta)
         return cls(stats, spatial, None, ours["features"], ours["indices"], ours.get("labels"), stats.meta)
@@ -271,6 +268,23 @@ class _Sums:
         for sums in (self.stats, self.spatial, self.inception):
             if sums is not None:
                 sums.all_reduce(group)
+
+
+def _check_kept(path: Path, d: int, features: Tensor, indices: Tensor, labels: Tensor | None = None) -> None:
+    """Raise ValueError unless they are what `Features.save` writes."""
+    count = len(indices) if indices.ndim else -1
+    wrong = {
+        f"features must be floats [{count}, {d}]": not features.dtype.is_floating_point
+        or (count != 0 and tuple(features.shape) != (count, d)),  # another tool's statistics have none
+        "features hold NaN or infinity": not torch.isfinite(features).all(),
+        "indices must be int64 [k] and rise": indices.dtype != torch.int64
+        or indices.ndim != 1
+        or bool((indices[1:] <= indices[:-1]).any()),
+        "labels must be int64, one an image, 0 or more": labels is not None
+        and (labels.dtype != torch.int64 or labels.shape != indices.shape or bool((labels < 0).any())),
+    }
+    if found := [what for what, so in wrong.items() if so]:
+        raise ValueError(f"{path}: damaged ({found[0]}); make it anew")
 
 
 def _draw(indices: Tensor, keep: int, seed: int) -> Tensor:

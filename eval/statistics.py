@@ -164,13 +164,18 @@ class GaussianStats:
         Kept until features are added, since its eigendecomposition is the dear part of a Fréchet distance.
 
         Raises:
-            ValueError: n < 2, or the sums hold NaN or infinity.
+            ValueError: n < 2, the sums hold NaN or infinity, or the covariance was given and is none.
         """
         if self._root is None:
             covariance = self.covariance
             if not torch.isfinite(covariance).all():
                 raise ValueError("the statistics hold NaN or infinity")
             values, vectors = torch.linalg.eigh(covariance)
+            rounding = max(1e-3 * values[-1], 1e-9 * self.mean.square().max())  # of half precision, and of a constant
+            if values[0] < -rounding:
+                raise ValueError(
+                    f"sigma is no covariance: it has the eigenvalues {values[0]:.3g} and {values[-1]:.3g}; make it anew"
+                )
             kept = values > values[-1] * len(values) * torch.finfo(values.dtype).eps
             self._root = vectors[:, kept] * values[kept].sqrt()
         return self._root

@@ -1,13 +1,15 @@
 """Reference files of the FID tools: mean and covariance, read without running anything that a file may hold."""
 
 import json
+import math
 import pickle
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from eval.files import DAMAGED
 
 Contents = tuple[np.ndarray, np.ndarray, int | None, dict[str, Any]]
 """Mean fp64 [d], covariance fp64 [d, d], count or None, provenance."""
@@ -45,32 +47,33 @@ def read(path: str | Path, spatial: bool = False, metric: str = "fid") -> Conten
         mean, covariance, n, meta = _read_pickle(path, metric)
     else:
         mean, covariance, n, meta = _read_npz(path, spatial)
-    return *_checked(path, mean, covariance), n, meta
+    return *_checked(path, mean, covariance), _count(path, n), meta
 
 
-def _read_npz(path: Path, spatial: bool) -> Contents:
+def _read_npz(path: Path, spatial: bool) -> tuple[Any, Any, Any, dict[str, Any]]:
     keys = ("mu_s", "sigma_s") if spatial else ("mu", "sigma")
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file of statistics")
+    if not zipfile.is_zipfile(path):  # numpy would advise to unpickle it
+        raise ValueError(f"{path}: not an npz file of plain arrays but cut short, or of another kind")
     try:
         with np.load(path, allow_pickle=False) as file:
             names = set(file.files)
             found = {key: file[key] for key in (*keys, "n", "meta") if key in names}  # never arr_0: gigabytes
-        n = int(found["n"]) if "n" in found else None
-        meta = json.loads(str(found["meta"])) if "meta" in found else {}
-    except FileNotFoundError:
-        raise
-    except (OSError, EOFError, ValueError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, *DAMAGED) as error:
         raise ValueError(f"{path}: not an npz file of plain arrays ({_first_line(error)})") from error
     missing = [key for key in keys if key not in found]
     if missing and "arr_0" in names and not {"mu", "sigma"} & names:
         raise OnlyImagesError(f"{path}: no {', '.join(missing)} in it, only images (arr_0): extract their features")
     if missing:
         raise ValueError(f"{path}: no {', '.join(missing)} in it, but {', '.join(sorted(names)) or 'nothing'}")
+    meta = _provenance(path, found["meta"]) if "meta" in found else {}
     if "arr_0" in names:
         meta = meta | {"arr_0": "not used: mu and sigma are of the whole data set"}
-    return *(found[key] for key in keys), n, meta | ({"layout": ADM_LAYOUT} if spatial else {})
+    return *(found[key] for key in keys), found.get("n"), meta | ({"layout": ADM_LAYOUT} if spatial else {})
 
 
-def _read_pickle(path: Path, metric: str) -> Contents:
+def _read_pickle(path: Path, metric: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     try:
         with path.open("rb") as file:
             content = _ArraysOnly(file).load()
@@ -83,8 +86,7 @@ def _read_pickle(path: Path, metric: str) -> Contents:
         held = f"it holds {', '.join(map(str, metrics))}" if metrics else "it holds no {metric: {mu, sigma}}"
         raise ValueError(f"{path}: no statistics for {metric!r}; {held}")
     pair = content[metric]
-    count = pair.get("num_images", content.get("num_images"))
-    return pair["mu"], pair["sigma"], None if count is None else int(count), {"metric": metric}
+    return pair["mu"], pair["sigma"], pair.get("num_images", content.get("num_images")), {"metric": metric}
 
 
 def _is_pair(value: Any) -> bool:
@@ -137,6 +139,35 @@ def _checked(path: Path, mean: Any, covariance: Any) -> tuple[np.ndarray, np.nda
     if np.abs(covariance - covariance.T).max() > 1e-5 * largest or covariance.diagonal().min() < -rounding:
         raise ValueError(f"{path}: sigma is no covariance: not symmetric, or with a negative variance")
     return mean, covariance
+
+
+def _count(path: Path, n: Any) -> int | None:
+    """How many images. Raises ValueError for what cannot be a number of them that has a covariance."""
+    if n is None:
+        return None
+    count = np.asarray(n)
+    if count.shape or count.dtype.kind not in "iu" or count < 2:
+        raise ValueError(f"{path}: n, the number of images, must be whole and 2 or more, not {n}; make the file anew")
+    return int(count)
+
+
+_TEXTS = ("name", "extractor", "weights_sha256", "resize", "layout", "images_sha256", "file_sha256")
+_NUMBERS = ("floor", "floor_kid", "floor_draws")
+
+
+def _provenance(path: Path, text: np.ndarray) -> dict[str, Any]:
+    """``meta``, whose fields decide what is compared. Raises ValueError where it is none of ours."""
+    try:
+        meta = json.loads(str(text))
+        sides = meta.get("image_shape", [1])
+        right = {key: meta.get(key) is None or isinstance(meta[key], str) for key in _TEXTS}
+        right |= {key: math.isfinite(meta.get(key, 0)) for key in _NUMBERS}
+        right["image_shape"] = isinstance(sides, list) and all(isinstance(side, int) for side in sides)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: its meta is damaged ({_first_line(error)}); make it anew") from error
+    if wrong := [key for key, fits in right.items() if not fits]:
+        raise ValueError(f"{path}: its meta is damaged ({wrong[0]} is {meta[wrong[0]]!r}); make it anew")
+    return meta
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from eval.features import Features
 from eval.frechet import frechet
 from eval.statistics import GaussianStats
 from eval.statistics_file import OnlyImagesError
@@ -185,6 +186,73 @@ def test_numbers_that_are_no_mean_and_covariance_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no spatial"):
         (tmp_path / "ref.pkl").write_bytes(pickle.dumps({"fid": {"mu": MU, "sigma": SIGMA}}))
         GaussianStats.load(tmp_path / "ref.pkl", spatial=True)
+
+
+@pytest.mark.parametrize("count", [0, 1, -3, 97.5, np.nan, "97", [97, 1]])
+def test_a_count_that_is_no_number_of_images_is_refused(tmp_path, count):
+    with pytest.raises(ValueError, match=r"ref\.npz: n, the number of images, must be whole and 2 or more"):
+        load(tmp_path, mu=MU, sigma=SIGMA, n=np.array(count))
+    (tmp_path / "ref.pkl").write_bytes(pickle.dumps({"fid": {"mu": MU, "sigma": SIGMA}, "num_images": count}))
+    with pytest.raises(ValueError, match=r"ref\.pkl: n, the number of images"):
+        GaussianStats.load(tmp_path / "ref.pkl")
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        "",
+        "null",
+        "[1]",
+        '{"a":',
+        '{"extractor": 3}',
+        '{"image_shape": 3}',
+        '{"image_shape": ["x"]}',
+        '{"floor": NaN}',
+        '{"floor": null}',
+    ],
+)
+def test_provenance_that_is_damaged_is_refused_before_any_work(tmp_path, meta):
+    with pytest.raises(ValueError, match=r"ref\.npz: its meta is damaged") as raised:
+        load(tmp_path, mu=MU, sigma=SIGMA, meta=np.array(meta))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_symmetric_matrix_that_is_no_covariance_gives_no_distance(tmp_path):
+    flat = np.zeros((D, D))
+    flat[0, 1] = flat[1, 0] = 5
+    stats = load(tmp_path, mu=MU, sigma=flat)
+    with pytest.raises(ValueError, match=r"sigma is no covariance: it has the eigenvalues -5 and 5"):
+        frechet(stats, stats)
+    halved = load(tmp_path, mu=MU, sigma=np.ones((D, D)).astype(np.float16) * np.float16(0.1))
+    assert frechet(halved, halved) == pytest.approx(0, abs=1e-3)
+
+
+FEATURES = {"features": np.ones((4, D), np.float32), "indices": np.arange(4), "labels": np.arange(4)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"features": np.ones((4, D), int)}, r"floats \[4, {d}\]"),
+        ({"features": np.ones((4, D + 1), np.float32)}, r"floats \[4, {d}\]"),
+        ({"features": np.ones(4, np.float32)}, r"floats \[4, {d}\]"),
+        ({"features": np.full((4, D), np.nan, np.float32)}, "NaN"),
+        ({"features": np.array([None] * 4)}, "allow_pickle"),
+        ({"features": np.array(["a"] * 4)}, "str"),
+        ({"indices": np.zeros(4, int)}, "rise"),
+        ({"indices": np.arange(4.0)}, "int64"),
+        ({"indices": np.int64(3)}, "floats"),
+        ({"labels": np.arange(4.0)}, "labels must be int64"),
+        ({"labels": np.arange(3)}, "labels must be int64"),
+        ({"labels": -np.arange(4)}, "0 or more"),
+    ],
+)
+def test_kept_features_that_are_damaged_are_refused(tmp_path, wrong, reason):
+    np.savez(tmp_path / "ref.npz", mu=MU, sigma=SIGMA, n=4, **FEATURES)
+    assert len(Features.load(tmp_path / "ref.npz").kept) == 4
+    np.savez(tmp_path / "ref.npz", mu=MU, sigma=SIGMA, n=4, **FEATURES | wrong)
+    with pytest.raises(ValueError, match=r"ref\.npz: damaged .*" + reason.format(d=D)):
+        Features.load(tmp_path / "ref.npz")
 
 
 def test_a_constant_feature_may_have_a_variance_of_rounding(tmp_path):
