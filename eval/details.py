@@ -58,6 +58,9 @@ def details(
         for key in ("extractor", "weights_sha256", "resize"):
             if training.meta.get(key) != generated.meta[key]:
                 raise ValueError(f"the training images were seen through another {key}: make their reference anew")
+        told = [features.meta.get("images_sha256") for features in (training, reference)]
+        if told[0] is not None and told[0] == told[1]:
+            raise ValueError("the training images are those of the reference, which must be held out from training")
         near = memorisation(generated.kept, training.kept, reference.kept)
         found |= near._asdict() | {
             "generated": generated.indices[torch.tensor(near.generated)].tolist(),

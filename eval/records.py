@@ -1,5 +1,6 @@
 """Records side by side: which may stand in one table, and the table."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,8 +37,36 @@ _COLUMNS = (
 )
 
 
+_NUMBERS = (
+    *(key for key, _, _ in _COLUMNS),
+    *("value", "value_low", "value_high", "kid_standard_error", "inception_score_std", "floor", "floor_kid"),
+)
+_NEEDED = {"metric", "value", "n_gen", "n_ref"}
+
+
 class Incomparable(ValueError):
     """Records that cannot stand in one table; the message is one line that says why."""
+
+
+def check(record: Any) -> None:
+    """Raise ValueError, with what is wrong, where ``table`` would have nothing or no number to print.
+
+    Args:
+        record: what was read from a JSON file.
+    """
+    if not isinstance(record, Mapping) or not record.keys() >= _NEEDED:
+        raise ValueError("no record of a score")
+    count, reference = record["n_gen"], record["n_ref"]
+    right = {key: _is_number(record.get(key, 0)) for key in _NUMBERS}
+    right |= {"metric": isinstance(record["metric"], str), "n_gen": isinstance(count, int)}
+    right["n_ref"] = reference is None or isinstance(reference, int)
+    right["value_high"] &= ("value_low" in record) == ("value_high" in record)
+    if wrong := [key for key, fits in right.items() if not fits]:
+        raise ValueError(f"no record of a score: {wrong[0]} is {record.get(wrong[0])!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max  # NaN is not
 
 
 def check_alike(records: Mapping[str, Mapping[str, Any]]) -> None:
@@ -64,6 +93,30 @@ def table(records: Mapping[str, Mapping[str, Any]]) -> str:
     if not floors:
         lines.append(["floor: not measured", *[""] * (len(head) - 1)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def notes(record: Mapping[str, Any]) -> list[str]:
+    """What a record holds beside the numbers of ``table``, in lines for a person."""
+    of = f"of {record['details_count']:,} images: " if "details_count" in record else ""
+    said = []
+    if "bias" in record:
+        low, high = record["value_low"], record["value_high"]
+        said.append(f"{of}with 95 % confidence {low:.2f} to {high:.2f} without the bias, which is {record['bias']:.2f}")
+    if "infinity" in record:
+        error = record["infinity_standard_error"]
+        said.append(f"{of}{record['infinity']:.2f} ± {error:.2f} extrapolated to infinitely many images")
+    if "share_near" in record:
+        near, authentic = 100 * record["share_near"], record["auth_pct"]
+        said.append(f"{of}{near:.1f} % lie as near to training images as 5 % of the reference do")
+        said.append(f"{of}{authentic:.0f} % are authentic, of fresh real images about 50 %")
+    scored = [row for row in record.get("classes", ()) if row["kid"] is not None]
+    for row in sorted(scored, key=lambda row: -row["kid"])[:5]:
+        counts = f"{row['n_gen']} images against {row['n_ref']}"
+        error = 1e3 * row["kid_standard_error"]
+        said.append(f"class {row['name']}: KID·10³ {1e3 * row['kid']:.2f} ± {error:.2f}, {counts}")
+    if "cmmd" in record:
+        said.append(f"CMMD {record['cmmd']:.3f}")
+    return said
 
 
 def _value(record: Mapping[str, Any]) -> str:

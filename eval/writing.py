@@ -79,13 +79,21 @@ def write_images(
 
 
 def read_settings(path: str | Path) -> dict[str, Any] | None:
-    """The ``settings`` that ``write_images`` was given for what lies at ``path``; None where none are there."""
+    """The ``settings`` that ``write_images`` was given for what lies at ``path``; None where none are there.
+
+    Raises:
+        ValueError: they are there but damaged.
+    """
     path = Path(path)
     manifest = path / MANIFEST if path.is_dir() else path.with_name(path.name + ".json")
-    try:
-        return json.loads(manifest.read_text())["settings"]
-    except (OSError, ValueError, KeyError, TypeError):
+    if not manifest.is_file():
         return None
+    try:
+        found = json.loads(manifest.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{manifest}: is damaged, so nobody knows how the images were made; take it away") from error
+    settings = found.get("settings") if isinstance(found, dict) and "written" in found else None
+    return settings if isinstance(settings, dict) else None  # else it is another program's
 
 
 class Writer:
@@ -253,7 +261,8 @@ def _manifest(
         "labels_sha256": None if labels is None else _sha256(labels),
         "rgb": rgb,
     }
-    return json.loads(json.dumps({"settings": dict(settings), "written": own}, allow_nan=False))
+    # the count before a hash that follows from it: the first difference is what `_agree` names
+    return json.loads(json.dumps({"written": own, "settings": dict(settings)}, allow_nan=False))
 
 
 def _sha256(x: Tensor) -> str:

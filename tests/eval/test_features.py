@@ -202,5 +202,8 @@ def test_details_on_request():
     assert all(1000 <= index < 1200 for index in found["training"]) and max(found["generated"]) < 200
     with pytest.raises(ValueError, match="need classes on both sides"):
         details(a, b, classes=True)
+    with pytest.raises(ValueError, match="must be held out from training"):
+        same = dataclasses.replace(b, meta=b.meta | {"images_sha256": "0"})
+        details(a, same, training=same)
     with pytest.raises(ValueError, match="through another resize"):
         details(a, b, training=dataclasses.replace(b, meta=b.meta | {"resize": "x"}))

@@ -19,7 +19,7 @@ from eval import image_parts, writing
 from eval.generate import generate
 from eval.images import open_images
 from eval.ranks import from_main
-from eval.writing import Writer, write_images
+from eval.writing import Writer, read_settings, write_images
 from tests.distributed.ranks import run
 
 N, BATCH = 97, 16  # 7 batches, the last of one image: neither 2 nor 3 ranks share them evenly
@@ -374,6 +374,23 @@ def test_what_is_not_ours_is_left_alone(tmp_path):
     (tmp_path / "c" / "manifest.json").write_text("[]")
     with pytest.raises(ValueError, match="is no manifest of generated images"):
         write(tmp_path / "c")
+
+
+def test_how_images_were_made_is_not_taken_from_a_damaged_or_foreign_manifest(tmp_path):
+    write(tmp_path / "a")
+    assert read_settings(tmp_path / "a") == SETTINGS and read_settings(tmp_path / "b") is None
+    (tmp_path / "a" / "manifest.json").write_text('{"settings": {"sampler": "of another program"}}')
+    assert read_settings(tmp_path / "a") is None
+    for damaged in (b'{"written": {', b"\xff\xfe", b"[" * 100_000):
+        (tmp_path / "a" / "manifest.json").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"manifest.json: is damaged"):
+            read_settings(tmp_path / "a")
+
+
+def test_another_number_of_images_is_named_before_what_follows_from_it(tmp_path):
+    write(tmp_path / "a")
+    with pytest.raises(ValueError, match="was begun with images = 9, now it is 8"):
+        write_images(numbered, tmp_path / "a", torch.arange(8), 4, {**SETTINGS, "classes_sha256": "other"})
 
 
 def test_a_folder_that_a_killed_start_left_is_taken(tmp_path):
