@@ -53,14 +53,7 @@ def details(
             raise ValueError("scores by class need classes on both sides: label the images and the reference")
         found["classes"] = per_class(generated.kept, generated.labels, reference.kept, reference.labels)
     if training is not None:
-        _check_single(reference, "the reference")
-        _check_single(training, "the reference of training images")
-        for key in ("extractor", "weights_sha256", "resize"):
-            if training.meta.get(key) != generated.meta[key]:
-                raise ValueError(f"the training images were seen through another {key}: make their reference anew")
-        told = [features.meta.get("images_sha256") for features in (training, reference)]
-        if told[0] is not None and told[0] == told[1]:
-            raise ValueError("the training images are those of the reference, which must be held out from training")
+        check_training(training, reference)
         near = memorisation(generated.kept, training.kept, reference.kept)
         found |= near._asdict() | {
             "generated": generated.indices[torch.tensor(near.generated)].tolist(),
@@ -71,6 +64,18 @@ def details(
     if generated.meta["extractor"].startswith("clip-") and len(reference.kept):
         found["cmmd"] = cmmd(generated.kept, reference.kept)
     return found
+
+
+def check_training(training: Features, reference: Features) -> None:
+    """Raise the ValueError that ``details`` would for such training images, before any image is made."""
+    _check_single(reference, "the reference")
+    _check_single(training, "the reference of training images")
+    for key in ("extractor", "weights_sha256", "resize"):
+        if training.meta.get(key) != reference.meta.get(key):
+            raise ValueError(f"the training images were seen through another {key}: make their reference anew")
+    theirs = training.meta.get("images_sha256")
+    if theirs is not None and theirs == reference.meta.get("images_sha256"):
+        raise ValueError("the training images are those of the reference, which must be held out from training")
 
 
 def _check_single(features: Features, name: str) -> None:

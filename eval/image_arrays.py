@@ -172,7 +172,9 @@ def _checked_values(path: Path, dtype: np.dtype, value_range: tuple[float, float
     if dtype.kind != "f":
         raise ValueError(f"{path}: arr_0 is {dtype}, not uint8 in 0..255; save arr_0.astype(numpy.uint8) if it is that")
     if value_range is None:
-        raise ValueError(f"{path}: arr_0 is {dtype}; save uint8, or say value_range=(0, 1) or (-1, 1), as it is")
+        raise ValueError(
+            f"{path}: arr_0 is {dtype}; save uint8, or say value_range=(0, 1) or value_range=(-1, 1), as it is"
+        )
     if tuple(value_range) not in _RANGES:
         raise ValueError(f"value_range={value_range}: it is one of {', '.join(map(str, _RANGES))}")
     low, high = value_range
@@ -188,7 +190,7 @@ def _to_levels(path: Path, pixels: np.ndarray, rows: list[int], value_range: tup
         if image.min() < low or image.max() > high:
             raise ValueError(
                 f"{path}: image {row} spans [{image.min():.4g}, {image.max():.4g}], beyond [{low}, {high}]: clip the "
-                "images, or say another value_range"
+                "images, or say another value_range="
             )
     unit = (pixels.astype(np.float64) - low) / (high - low)
     return np.floor(unit * 255 + 0.5).astype(np.uint8)

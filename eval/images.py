@@ -162,11 +162,13 @@ def open_images(
     verify = _nothing_to_verify
     if path.is_file() and path.suffix.lower() == ".npz":
         if background is not None or center_crop_adm is not None or class_folders:
-            raise ValueError(f"{path}: background, center_crop_adm and class_folders are for image files, not arrays")
+            raise ValueError(
+                f"{path}: background=, center_crop_adm= and class_folders= are for image files, not arrays"
+            )
         n, shape, labels, notes, read, verify = image_arrays.open_npz(path, value_range)
     else:
         if value_range is not None:
-            raise ValueError(f"{path}: value_range is for arrays of floats; image files hold 0..255")
+            raise ValueError(f"{path}: value_range= is for arrays of floats; image files hold 0..255")
         how = Reading(background, center_crop_adm, lossy)
         files = _listed(path)
         shape, notes = image_files.survey(files, how)

@@ -64,7 +64,9 @@ def _read_npz(path: Path, spatial: bool) -> tuple[Any, Any, Any, dict[str, Any]]
         raise ValueError(f"{path}: not an npz file of plain arrays ({_first_line(error)})") from error
     missing = [key for key in keys if key not in found]
     if missing and "arr_0" in names and not {"mu", "sigma"} & names:
-        raise OnlyImagesError(f"{path}: no {', '.join(missing)} in it, only images (arr_0): extract their features")
+        raise OnlyImagesError(
+            f"{path}: no {', '.join(missing)} in it, only images (arr_0): make statistics of them with fid.py reference"
+        )
     if missing:
         raise ValueError(f"{path}: no {', '.join(missing)} in it, but {', '.join(sorted(names)) or 'nothing'}")
     meta = _provenance(path, found["meta"]) if "meta" in found else {}

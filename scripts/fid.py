@@ -7,7 +7,7 @@
 
 IMAGES is a folder, .zip or .npz (``arr_0`` uint8 NHWC), or the folder of a run: of its held-out images for
 `reference`, of images sampled on the way, which touch no disk, for `score`. REFERENCE may as well come from the ADM,
-EDM or clean-fid tools. All commands run under torchrun as well, where ranks share the work, and take --json FILE:
+EDM or clean-fid tools. All commands run under torchrun as well, where ranks share the work, and take --json FILE.json:
 
     reference   n, n_kept, name, images_sha256, image_shape, extractor, weights_sha256, resize, extractor_device,
                 batch_size, first_index, last_index, torch; path, images, classes, conversions (of files); floor,
@@ -26,8 +26,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
+import re
 import sys
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,16 +51,17 @@ from dit_train.run.folder import is_run
 from dit_train.run.stop import StopRequest
 from dit_train.run.tracking import countdown
 from eval import extractors, records
-from eval.details import details
+from eval.details import check_training, details
 from eval.extractors import FeatureExtractor
 from eval.extrapolate import POINTS
 from eval.features import Features, extract
+from eval.files import replacing
 from eval.images import ImageSet, open_images
 from eval.protocols import INCEPTION, PROTOCOLS, Protocol, protocol
 from eval.ranks import from_main
 from eval.statistics import fp64_device
 from eval.statistics_file import OnlyImagesError
-from eval.writing import read_settings, write_images
+from eval.writing import MANIFEST, read_settings, write_images
 
 
 class Stopped(Exception):
@@ -68,11 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     options = _parser().parse_args(arguments)
     try:
+        _check_results(options)
         with StopRequest() as stop:
             options.stop = stop
-            found = options.command(options)
-        if options.json is not None and found is not None:
-            options.json.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+            options.command(options)
     except Stopped:
         _say("stopped" + ("; the same command goes on" if options.command is generate else ""))
         return exits.STOPPED
@@ -86,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # -- commands -----------------------------------------------------------------------------------------------------
 
 
-def reference(options: argparse.Namespace) -> dict[str, Any] | None:
+def reference(options: argparse.Namespace) -> None:
     """Statistics of real images into --out."""
     if options.out.suffix != ".npz":
         raise ConfigError(f"--out: {options.out} must end in .npz")
@@ -97,13 +100,14 @@ def reference(options: argparse.Namespace) -> dict[str, Any] | None:
         else:
             made = _reference_of_files(options, wanted, world)
         if not world.is_main:
-            return None
+            return
         made.save(options.out)
     count = "statistics of another tool" if made.stats.n is None else f"{made.stats.n:,} images"
-    _say(f"{count} and features of {len(made.kept):,} images in {options.out}")
+    said = [f"{count} and features of {len(made.kept):,} images in {options.out}"]
     if "floor" in made.meta:
-        _say(f"floor {made.meta['floor']:.2f}, KID {made.meta['floor_kid']:.5f}: what other real images score")
-    return {"n": made.stats.n, "n_kept": len(made.kept), **made.meta}
+        floor, kid = made.meta["floor"], 1e3 * made.meta["floor_kid"]
+        said.append(f"floor {floor:.2f}, KID·10³ {kid:.2f}: what other real images score")
+    _tell(options, {"n": made.stats.n, "n_kept": len(made.kept), **made.meta}, said)
 
 
 def _reference_of_run(options: argparse.Namespace, wanted: Protocol, world: World) -> Features:
@@ -167,7 +171,7 @@ def _holds_images(path: Path) -> bool:
         return "arr_0" in file.files
 
 
-def generate(options: argparse.Namespace) -> dict[str, Any] | None:
+def generate(options: argparse.Namespace) -> None:
     """Images of a trained model into --out; what was interrupted goes on where it was."""
     wanted = protocol(options.protocol)
     with joined(ParallelConfig(device=options.device)) as world:
@@ -186,19 +190,22 @@ def generate(options: argparse.Namespace) -> dict[str, Any] | None:
         )
         broken = images.count_broken()
         if not world.is_main:
-            return None
-    _say(f"{made:,} images made, {len(indices):,} in {options.out}")
+            return
+    said = [f"{made:,} images made, {len(indices):,} in {options.out}"]
     if broken:
-        _say(f"{broken} of those made now are black, since their values are not finite")
-    return {"out": str(options.out), "count": len(indices), "made": made, "made_not_finite": broken, **about}
+        said.append(f"{broken} of those made now are black, since their values are not finite")
+    found = {"out": str(options.out), "count": len(indices), "made": made, "made_not_finite": broken, **about}
+    _tell(options, found, said)
 
 
-def score(options: argparse.Namespace) -> dict[str, Any] | None:
+def score(options: argparse.Namespace) -> None:
     """The record of images, or of what a run samples, against --reference."""
     wanted = protocol(options.protocol)
     with joined(ParallelConfig(device=options.device)) as world:
         real = Features.load(options.reference, fp64_device(world.device))
         training = Features.load(options.training) if options.training else None
+        if training is not None:
+            check_training(training, real)
         extractor = _extractor(options, wanted, real.meta.get("extractor"), world)
         if is_run(options.images):
             _refuse_idle(options, (*_IMAGES, "lossy"), "is a run, whose samples need none")
@@ -231,15 +238,16 @@ def score(options: argparse.Namespace) -> dict[str, Any] | None:
         if isinstance(images, sampling.Sampler):
             record["not_finite"] = images.count_broken()
         if not world.is_main:
-            return None
-    print(records.table({str(options.images): record}), flush=True)
-    _say(f"protocol {wanted.name}: meant against {wanted.reference}, here against {record['reference']}")
+            return
+    said = [records.table({str(options.images): record}), *records.notes(record)]
+    said.append(f"protocol {wanted.name}: meant against {wanted.reference}, here against {record['reference']}")
     if record["rank_deficient"]:
-        _say(f"{len(generated)} images in {record['num_features']} features: compare with the floor only")
-    return record
+        read = "compare with the floor only" if "floor" in record else "without a floor it says little"
+        said.append(f"{len(generated)} images in {record['num_features']} features: {read}")
+    _tell(options, record, said)
 
 
-def compare(options: argparse.Namespace) -> dict[str, Any]:
+def compare(options: argparse.Namespace) -> None:
     """Records in one table; those of other protocols only with --force."""
     found = {str(path): _record(path) for path in options.records}
     try:
@@ -248,11 +256,50 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         if not options.force:
             raise ConfigError(f"{error}; --force prints them all the same") from None
         _say(f"not alike: {error}")
-    print(records.table(found), flush=True)
-    return found
+    _tell(options, found, [records.table(found)])
+
+
+def _tell(options: argparse.Namespace, found: dict[str, Any], said: Sequence[str]) -> None:
+    """Write --json and say the rest, in this order: a terminal that is gone must not cost what took hours."""
+    if int(os.environ.get("RANK", 0)):
+        return
+    if options.json is not None:
+        text = json.dumps(found, indent=1, allow_nan=False) + "\n"
+        try:
+            with replacing(options.json) as file:
+                file.write(text.encode())
+        except OSError:
+            _say(text)
+            raise
+    for line in said:
+        _say(line)
 
 
 # -- parts --------------------------------------------------------------------------------------------------------
+
+
+def _check_results(options: argparse.Namespace) -> None:
+    """Refuse results that would take the place of something else, before any work."""
+    given = [value for key, value in vars(options).items() if isinstance(value, Path) and key not in ("json", "out")]
+    given += getattr(options, "records", [])
+    out = getattr(options, "out", None)
+    if options.json is not None:
+        if options.json.suffix != ".json":
+            raise ConfigError(f"--json: {options.json} must end in .json")
+        whole = [*given, *([] if out is None else [out])]
+        parts = [part for path in whole for part in (path.with_name(path.name + ".json"), path / MANIFEST)]
+        if options.json.resolve() in {path.resolve() for path in (*whole, *parts)}:
+            raise ConfigError(f"--json: {options.json} is read or written already; name another file")
+    fits = out is None or (out.resolve() not in {path.resolve() for path in given} and _is_reference(out))
+    if options.command is reference and out.exists() and not fits:
+        raise ConfigError(f"--out: {out} is there and no reference of ours; take it away or name another file")
+
+
+def _is_reference(path: Path) -> bool:
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as file:
+        return {"mu.npy", "sigma.npy", "features.npy"} <= set(file.namelist())
 
 
 def _refuse_idle(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
@@ -329,7 +376,9 @@ def _extractor(options: argparse.Namespace, wanted: Protocol, usual: str | None,
     """The one asked for, the protocol's, or the usual one."""
     name = options.extractor or wanted.extractor or usual
     if name is None:
-        raise ConfigError(f"--extractor: name one of {', '.join(extractors.NAMES)}")
+        raise ConfigError(
+            f"--extractor: nothing tells which network to take; name one of {', '.join(extractors.NAMES)}"
+        )
     try:
         extractor = extractors.load(name, options.weights, str(world.device))
     except (ValueError, OSError) as error:
@@ -339,14 +388,17 @@ def _extractor(options: argparse.Namespace, wanted: Protocol, usual: str | None,
 
 
 def _open(options: argparse.Namespace, path: Path, *, lossy: bool) -> ImageSet:
-    images = open_images(
-        path,
-        value_range=options.value_range,
-        background=options.background,
-        center_crop_adm=options.center_crop_adm,
-        lossy=lossy,
-        class_folders=options.class_folders,
-    )
+    try:
+        images = open_images(
+            path,
+            value_range=options.value_range,
+            background=options.background,
+            center_crop_adm=options.center_crop_adm,
+            lossy=lossy,
+            class_folders=options.class_folders,
+        )
+    except ValueError as error:
+        raise ConfigError(_KEYWORD.sub(_as_flag, str(error))) from None
     if options.count is not None and options.count > len(images):
         raise ConfigError(f"--count: {options.count}, but {path} holds {len(images)} images")
     _say("; ".join([f"{path}: {len(images):,} images of {list(images.shape)}", *images.conversions]))
@@ -358,13 +410,27 @@ def _made(path: Path, images: ImageSet) -> dict[str, Any]:
     return {"name": str(path), "conversions": list(images.conversions), **(read_settings(path) or {})}
 
 
+_KEYWORD = re.compile(r"\b(value_range|background|center_crop_adm|lossy|class_folders)=(\((\S+), (\S+)\)|'?#?\w*'?)")
+
+
+def _as_flag(found: re.Match) -> str:
+    """What `open_images` calls ``value_range=(0, 1)`` is ``--value-range=0..1`` here."""
+    name, value, low, high = found.groups()
+    value = f"{float(low):g}..{float(high):g}" if low else value.strip("'").replace("True", "")
+    return f"--{name.replace('_', '-')}" + (f"={value}" if value else "")
+
+
 def _record(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        raise ConfigError(f"{path}: a folder, no record of a score; scripts/compare.py compares runs")
     try:
         found = json.loads(path.read_text())
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
-    if not isinstance(found, dict) or not {"metric", "value", "n_gen", "n_ref"} <= found.keys():
-        raise ConfigError(f"{path}: no record of a score; write it with fid.py score --json")
+    try:
+        records.check(found)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; write it with fid.py score --json") from None
     return found
 
 
@@ -385,7 +451,7 @@ def _parser() -> Parser:
     parser = Parser(prog="fid.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = Parser(add_help=False)
-    shared.add_argument("--json", type=new_file, metavar="FILE", help="write what was found")
+    shared.add_argument("--json", type=new_file, metavar="FILE.json", help="write what was found")
     computing = Parser(add_help=False)
     computing.add_argument("--protocol", default="small", metavar="NAME", help=f"{', '.join(PROTOCOLS)} (small)")
     computing.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
@@ -406,7 +472,7 @@ def _parser() -> Parser:
     sampled.add_argument("--use", choices=("ema", "model"), help="averaged or trained weights (ema)")
     sampled.add_argument("--sampler", choices=("euler", "heun"), help="instead of the run's, as the next three")
     sampled.add_argument("--steps", type=positive)
-    sampled.add_argument("--guidance", type=float)
+    sampled.add_argument("--guidance", type=_finite, help="1 is none")
     sampled.add_argument("--seed", type=int)
 
     def command(function: Callable[..., Any], *parents: Parser) -> Parser:
@@ -438,6 +504,16 @@ def _parser() -> Parser:
     return parser
 
 
+def _finite(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number such as 1.5")
+    return value
+
+
 def _range(text: str) -> tuple[float, float]:
     try:
         low, high = map(float, text.split(".."))
@@ -447,6 +523,7 @@ def _range(text: str) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of files and KID·10³, whatever the terminal knows
     code = main()
     sys.stdout.flush()
     sys.exit(code)

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 BAD = {
     "fid.py": [
+        (["score", "x", "--reference", "y", "--guidance", "nan"], "--guidance: 'nan' is no number"),
         ([], "COMMAND"),
         (["scor"], "scor"),
         (["score", "x"], "--reference"),

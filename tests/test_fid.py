@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -152,7 +153,9 @@ def test_records_are_compared_if_they_were_taken_alike(folder, capsys):
     ("words", "reason"),
     [
         (("score", "FOLDER/nowhere", "--reference", "FOLDER/ref.npz"), "no such folder or file"),
-        (("score", "FOLDER/run", "--reference", "FOLDER/none.npz"), "No such file"),
+        (("score", "FOLDER/run", "--reference", "FOLDER/none.npz"), "no such file of statistics"),
+        (("compare", "FOLDER/run"), "FOLDER/run: a folder, no record of a score; scripts/compare.py compares runs"),
+        (("score", "FOLDER/run", "--reference", "FOLDER/ref.npz", "--training", "FOLDER/ref.npz"), "held out from"),
         (("score", "FOLDER/empty", "--reference", "FOLDER/ref.npz"), "FOLDER/empty: no images in it"),
         (("reference", "FOLDER/empty", "--extractor", "digits-cnn", "--out", "FOLDER/x.npz"), "no images in it"),
         (("score", "FOLDER/run", "--reference", "FOLDER/ref.npz", "--count", "63"), "63 images against 64"),
@@ -198,7 +201,11 @@ def test_a_result_that_cannot_be_written_after_all_is_one_line(capsys, tmp_path)
 
 def test_a_score_tells_more_if_it_is_asked(folder, capsys):
     words = ("score", "FOLDER/run", "--reference", "FOLDER/ref.npz", "--intervals", "--classes")
-    code, record = call(folder, *words, "--training", "FOLDER/ref.npz")
+    assert call(folder, "reference", "FOLDER/run", "--out", "FOLDER/others.npz", "--count", "80")[0] == 0
+    capsys.readouterr()
+    code, record = call(folder, *words, "--training", "FOLDER/others.npz")
+    said = capsys.readouterr().out
+    assert "with 95 % confidence" in said and "are authentic" in said and "class" in said
     assert code == 0 and record["value_low"] < record["value"] and record["standard_error"] > 0
     assert sum(row["n_ref"] for row in record["classes"]) == 64 and {"share_near", "auth_pct"} <= record.keys()
     assert "64 images, but digits-cnn needs 79 or more" in refusal(folder, capsys, *words[:4], "--infinity")
@@ -241,6 +248,59 @@ def test_a_score_can_be_interrupted(folder, monkeypatch):
     monkeypatch.setattr(fid.StopRequest, "asked", True)
     words = ("--reference", f"{folder}/ref.npz", "--batch", "16")
     assert fid.main(["score", f"{folder}/run", *words]) == 85
+
+
+def test_results_take_the_place_of_nothing_else(folder, capsys):
+    images, record, words = folder / "made.npz", folder / "kept.json", ("--labels", "random", "--count", "4")
+    assert fid.main(["generate", f"{folder}/run", "--out", str(images), *words]) == 0
+    assert fid.main(["score", f"{folder}/run", "--reference", f"{folder}/ref.npz", "--json", str(record)]) == 0
+    kept = {path: path.read_bytes() for path in (images, record, folder / "made.npz.json", folder / "ref.npz")}
+    for line in (
+        "score FOLDER/run --reference FOLDER/ref.npz --json FOLDER/ref.npz",
+        "generate FOLDER/run --out FOLDER/made.npz --json FOLDER/made.npz.json --labels random --count 4",
+        "compare FOLDER/kept.json --json FOLDER/run/../kept.json",
+        "reference FOLDER/run --out FOLDER/made.npz",
+        "reference FOLDER/made.npz --extractor digits-cnn --out FOLDER/made.npz",
+    ):
+        assert fid.main([word.replace("FOLDER", str(folder)) for word in line.split()]) == 2, line
+        assert re.search(
+            r"--json: .* (must end in .json|is read or written already)|--out: .* is there", capsys.readouterr().err
+        )
+    assert kept == {path: path.read_bytes() for path in kept}
+
+
+def test_a_record_outlives_a_terminal_that_is_gone_and_a_disk_that_is_full(folder, monkeypatch, capsys):
+    def gone(*words, **how):
+        raise BrokenPipeError("Broken pipe")
+
+    words = ["score", "FOLDER/eight.npz", "--reference", "FOLDER/eight_ref.npz", "--json", "FOLDER/kept_still.json"]
+    np.savez(folder / "eight.npz", arr_0=np.random.default_rng(0).integers(0, 256, (8, 8, 8, 1), np.uint8))
+    words = [word.replace("FOLDER", str(folder)) for word in words]
+    assert fid.main(["reference", words[1], "--extractor", "digits-cnn", "--out", words[3]]) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(fid, "_say", lambda text: gone() if "KID" in text else None)
+        patched.setattr(fid.records, "table", lambda found: "KID")
+        assert fid.main(words) == 2
+    assert json.loads(Path(words[-1]).read_text())["n_gen"] == 8
+    with monkeypatch.context() as patched:
+        patched.setattr(fid, "replacing", gone)
+        capsys.readouterr()
+        assert fid.main(words) == 2
+    assert '"n_gen": 8' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("told", "flag"),
+    [
+        ("say value_range=(0, 1) or value_range=(-1.0, 1.0)", "say --value-range=0..1 or --value-range=-1..1"),
+        ("e.g. background='white'", "e.g. --background=white"),
+        ("say lossy=True", "say --lossy"),
+        ("or say center_crop_adm=SIDE", "or say --center-crop-adm=SIDE"),
+        ("say another value_range=", "say another --value-range"),
+    ],
+)
+def test_remedies_are_named_as_the_command_line_knows_them(told, flag):
+    assert fid._KEYWORD.sub(fid._as_flag, told) == flag
 
 
 def test_another_seed_does_not_go_on_with_the_images_of_this_one(folder, capsys):

@@ -349,7 +349,10 @@ def test_labels_are_those_of_arr_1_and_adms_statistics_are_said_to_be_left_aside
         ({"arr_0": pixels(5, 40, 64, 4)}, r"with C 1 or 3; lay the images over a background"),
         ({"arr_0": pixels().astype(np.int64)}, r"arr_0 is int64, not uint8"),
         ({"arr_0": pixels().astype(np.uint16)}, r"arr_0 is uint16, not uint8"),
-        ({"arr_0": pixels() / 255}, r"arr_0 is float64; save uint8, or say value_range=\(0, 1\) or \(-1, 1\)"),
+        (
+            {"arr_0": pixels() / 255},
+            r"arr_0 is float64; save uint8, or say value_range=\(0, 1\) or value_range=\(-1, 1\)",
+        ),
         ({"arr_0": np.empty(5, object)}, r"arr_0 holds Python objects"),
         ({"arr_0": np.asfortranarray(pixels())}, r"arr_0 is in Fortran order"),
         ({"arr_0": pixels() // 128}, r"the brightest pixel is 1, but uint8 images must span 0..255"),
@@ -409,7 +412,7 @@ def test_floats_beyond_the_range_that_was_stated_give_no_number(tmp_path, array,
 
 def test_options_that_do_not_apply_are_refused(tmp_path):
     folder_of(tmp_path / "f", {"a.png": GOOD, "b.png": GOOD})
-    with pytest.raises(ValueError, match="value_range is for arrays"):
+    with pytest.raises(ValueError, match="value_range= is for arrays"):
         open_images(tmp_path / "f", value_range=(0, 1))
     with pytest.raises(ValueError, match="are for image files"):
         open_images(npz(tmp_path, arr_0=pixels()), background="white")
