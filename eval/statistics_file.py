@@ -54,7 +54,7 @@ def _read_npz(path: Path, spatial: bool) -> tuple[Any, Any, Any, dict[str, Any]]
     keys = ("mu_s", "sigma_s") if spatial else ("mu", "sigma")
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file of statistics")
-    if not zipfile.is_zipfile(path):  # numpy would advise to unpickle it
+    if not _is_zip(path):  # numpy would advise to unpickle it
         raise ValueError(f"{path}: not an npz file of plain arrays but cut short, or of another kind")
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -73,6 +73,13 @@ def _read_npz(path: Path, spatial: bool) -> tuple[Any, Any, Any, dict[str, Any]]
     if "arr_0" in names:
         meta = meta | {"arr_0": "not used: mu and sigma are of the whole data set"}
     return *(found[key] for key in keys), found.get("n"), meta | ({"layout": ADM_LAYOUT} if spatial else {})
+
+
+def _is_zip(path: Path) -> bool:
+    if not zipfile.is_zipfile(path):  # which looks at the end alone
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\3\4"
 
 
 def _read_pickle(path: Path, metric: str) -> tuple[Any, Any, Any, dict[str, Any]]:

@@ -287,7 +287,8 @@ def _check_results(options: argparse.Namespace) -> None:
         if options.json.suffix != ".json":
             raise ConfigError(f"--json: {options.json} must end in .json")
         whole = [*given, *([] if out is None else [out])]
-        parts = [part for path in whole for part in (path.with_name(path.name + ".json"), path / MANIFEST)]
+        packed = [path for path in whole if path.suffix.lower() in (".npz", ".zip")]
+        parts = [*(path.with_name(path.name + ".json") for path in packed), *(path / MANIFEST for path in whole)]
         if options.json.resolve() in {path.resolve() for path in (*whole, *parts)}:
             raise ConfigError(f"--json: {options.json} is read or written already; name another file")
     fits = out is None or (out.resolve() not in {path.resolve() for path in given} and _is_reference(out))

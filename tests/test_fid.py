@@ -251,14 +251,14 @@ def test_a_score_can_be_interrupted(folder, monkeypatch):
 
 
 def test_results_take_the_place_of_nothing_else(folder, capsys):
-    images, record, words = folder / "made.npz", folder / "kept.json", ("--labels", "random", "--count", "4")
+    images, record, words = folder / "made.npz", folder / "run.json", ("--labels", "random", "--count", "4")
     assert fid.main(["generate", f"{folder}/run", "--out", str(images), *words]) == 0
     assert fid.main(["score", f"{folder}/run", "--reference", f"{folder}/ref.npz", "--json", str(record)]) == 0
     kept = {path: path.read_bytes() for path in (images, record, folder / "made.npz.json", folder / "ref.npz")}
     for line in (
         "score FOLDER/run --reference FOLDER/ref.npz --json FOLDER/ref.npz",
         "generate FOLDER/run --out FOLDER/made.npz --json FOLDER/made.npz.json --labels random --count 4",
-        "compare FOLDER/kept.json --json FOLDER/run/../kept.json",
+        "compare FOLDER/run.json --json FOLDER/run/../run.json",
         "reference FOLDER/run --out FOLDER/made.npz",
         "reference FOLDER/made.npz --extractor digits-cnn --out FOLDER/made.npz",
     ):
