@@ -65,7 +65,7 @@ def _read_npz(path: Path, spatial: bool) -> tuple[Any, Any, Any, dict[str, Any]]
     missing = [key for key in keys if key not in found]
     if missing and "arr_0" in names and not {"mu", "sigma"} & names:
         raise OnlyImagesError(
-            f"{path}: no {', '.join(missing)} in it, only images (arr_0): make statistics of them with fid.py reference"
+            f"{path}: no {', '.join(missing)} in it, only images (arr_0): extract their features with fid.py reference"
         )
     if missing:
         raise ValueError(f"{path}: no {', '.join(missing)} in it, but {', '.join(sorted(names)) or 'nothing'}")
