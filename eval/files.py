@@ -20,6 +20,7 @@ def replacing(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
 
     ``durable`` waits for the disk, so that a power cut cannot leave the name without the bytes.
     """
+    path = Path(os.path.realpath(path))  # a link stays one
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with partial.open("wb") as file:
