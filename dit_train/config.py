@@ -221,10 +221,22 @@ class ParallelConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA with NCCL where there is a GPU, else CPU with gloo."""
+    replicas: int = 1
+    """HSDP: copies of the model; each is sharded over ranks / replicas / tensor of them."""
+    tensor: int = 1
+    """Tensor parallelism: ranks that share the matrices of attention and MLP, and see the same images."""
     reshard_after_forward: bool = True
     """FSDP2: free a block's gathered weights after its forward (ZeRO-3) or keep them to the backward (ZeRO-2)."""
+    prefetch: int = 1
+    """Blocks whose weights are gathered ahead of the one that computes."""
     sync_every_micro_batch: bool = True
     """Reduce gradients after each micro-batch; false saves communication and holds whole gradients."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute a block's activations in the backward: all, or all but those of matrix products and attention."""
+    compile: bool = False
+    """Compile each block by torch.compile; all blocks share one graph."""
+    compile_backend: str = "inductor"
+    """torch.compile backend; aot_eager checks graphs without the minute that inductor takes on a CPU."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from dit_train import overlays
 from dit_train.config import Config, ConfigError
 from dit_train.data import sources
-from dit_train.model.sizes import check_model
+from dit_train.model.sizes import check_model, mlp_width
 from dit_train.run import checkpoint, folder
 from dit_train.run.checkpoint import Checkpoint
 
@@ -47,7 +47,7 @@ def check(config: Config, ranks: int) -> Plan:
         ConfigError: batch and ranks do not divide, data or weights are missing, the model's settings contradict each
             other, the run folder is somebody else's, its newest checkpoint is damaged or of another model.
     """
-    _check_batch(config, ranks)
+    _check_batch(config, ranks // _check_parallel(config, ranks))
     try:
         images = sources.check(config.data)
     except MemoryError:
@@ -68,14 +68,37 @@ def check(config: Config, ranks: int) -> Plan:
     return plan
 
 
+def _check_parallel(config: Config, ranks: int) -> int:
+    """How many ranks see the same images.
+
+    Raises:
+        ConfigError: `parallel` does not divide the ranks, or the model over them.
+    """
+    parallel, model = config.parallel, config.model
+    for name, least in (("replicas", 1), ("tensor", 1), ("prefetch", 0)):
+        if getattr(parallel, name) < least:
+            raise ConfigError(f"parallel.{name}: must be at least {least}, not {getattr(parallel, name)}")
+    if ranks % (parallel.replicas * parallel.tensor):
+        raise ConfigError(
+            f"parallel: {parallel.replicas} replicas x {parallel.tensor} tensor ranks do not divide {ranks} ranks; "
+            "change parallel.replicas, parallel.tensor or the number of ranks"
+        )
+    hidden = mlp_width(model)
+    for what, number in (("model.heads", model.heads), ("the hidden width of the MLP", hidden)):
+        if number % parallel.tensor:
+            raise ConfigError(f"parallel.tensor: {parallel.tensor} does not divide {what}, {number}")
+    return parallel.tensor
+
+
 def _check_batch(config: Config, ranks: int) -> None:
     batch, micro = config.train.batch, config.train.micro_batch
     if batch % ranks:
         near = [n for n in range(1, batch + 1) if batch % n == 0]
         below, above = max(n for n in near if n < ranks or n == 1), [n for n in near if n > ranks]
-        fits = " or ".join(str(n) for n in [below, *above[:1]])
+        fits = " or ".join(str(n * config.parallel.tensor) for n in [below, *above[:1]])
+        sharing = " that see different ones" if config.parallel.tensor > 1 else ""
         fix = f"use {fits} ranks, or a batch of {batch // ranks * ranks or ranks} or {(batch // ranks + 1) * ranks}"
-        raise ConfigError(f"train.batch: {batch} images do not divide over {ranks} ranks; {fix}")
+        raise ConfigError(f"train.batch: {batch} images do not divide over {ranks} ranks{sharing}; {fix}")
     if micro is not None and (batch // ranks) % micro:
         divisors = [n for n in range(1, batch // ranks + 1) if (batch // ranks) % n == 0]
         nearest = min(divisors, key=lambda n: abs(n - micro))

@@ -48,6 +48,30 @@ def test_ranks_that_do_not_divide_the_batch_name_what_would(tmp_path):
     assert "128 images do not divide over 3 ranks; use 2 or 4 ranks, or a batch of 126 or 129" in text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "message"),
+    [
+        (["--parallel.replicas", "3"], 4, "3 replicas x 1 tensor ranks do not divide 4 ranks"),
+        (["--parallel.tensor", "2"], 3, "1 replicas x 2 tensor ranks do not divide 3 ranks"),
+        ([*"--parallel.tensor 4 --model.width 384 --model.heads 6".split()], 4, "4 does not divide model.heads, 6"),
+        (
+            [*"--parallel.tensor 2 --model.width 384 --model.heads 6 --model.mlp_ratio 0.17".split()],
+            2,
+            "2 does not divide the hidden width of the MLP, 65",
+        ),
+        (["--parallel.replicas", "0"], 2, "parallel.replicas: must be at least 1, not 0"),
+        (["--parallel.prefetch", "-1"], 2, "parallel.prefetch: must be at least 0, not -1"),
+        (
+            ["--parallel.tensor", "2", "--train.batch", "8"],
+            6,
+            "8 images do not divide over 3 ranks that see different ones; use 4 or 8 ranks, or a batch of 6 or 9",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit(tmp_path, arguments, ranks, message):
+    assert message in refusal(tmp_path, *arguments, ranks=ranks)
+
+
 def test_more_ranks_than_images(tmp_path):
     assert "use 2 ranks, or a batch of 5" in refusal(tmp_path, "--train.batch", "2", ranks=5)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
 
 from dit_train.config import ModelConfig
@@ -24,9 +27,16 @@ class Block(nn.Module):
         self.attention = Attention(config, side)
         self.mlp = SwiGLU(config) if config.swiglu else MLP(config)
         self.modulation = Modulation(config.width, 6)
+        self.recompute: Callable[..., Tensor] | None = None
+        """Calls a function and keeps less for the backward, see `dit_train.parallel.memory`; None keeps all."""
 
     def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
         """Tokens [N, T, d], condition [N, d] -> [N, T, d]."""
+        if self.recompute is None or not torch.is_grad_enabled():
+            return self._attend(tokens, condition)
+        return self.recompute(self._attend, tokens, condition)
+
+    def _attend(self, tokens: Tensor, condition: Tensor) -> Tensor:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.modulation(condition)  # each [N, 1, d]
         tokens = tokens + gate_a * self.attention(modulate(layer_norm(tokens), shift_a, scale_a))
         return tokens + gate_m * self.mlp(modulate(layer_norm(tokens), shift_m, scale_m))

@@ -47,18 +47,18 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, side: int) -> None:
         super().__init__()
-        width, head_width = config.width, config.width // config.heads
-        self.heads = config.heads
+        width, self.head_width = config.width, config.width // config.heads
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, width)
         self.value = nn.Linear(width, width)
         self.output = nn.Linear(width, width)
-        self.query_norm = nn.RMSNorm(head_width, eps=EPS) if config.qk_norm else nn.Identity()
-        self.key_norm = nn.RMSNorm(head_width, eps=EPS) if config.qk_norm else nn.Identity()
-        self.rotate = RotaryPosition(side, head_width) if config.position == "rope" else nn.Identity()
+        self.query_norm = nn.RMSNorm(self.head_width, eps=EPS) if config.qk_norm else nn.Identity()
+        self.key_norm = nn.RMSNorm(self.head_width, eps=EPS) if config.qk_norm else nn.Identity()
+        self.rotate = RotaryPosition(side, self.head_width) if config.position == "rope" else nn.Identity()
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [N, T, d] -> [N, heads, T, d/heads]
+        # [N, T, d] -> [N, heads, T, d/heads]; under tensor parallelism a rank has some of the heads
+        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
     def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[N, T, d] -> queries and keys as they meet, normalised and turned, [N, heads, T, d/heads] each."""

@@ -22,11 +22,51 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh
+    """Of ``replicate`` (only with several replicas), ``shard`` and ``tensor`` (only with tensor parallelism)."""
 
     @property
     def is_main(self) -> bool:
         """Whether this rank prints and writes."""
         return self.rank == 0
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh | None:
+        """The ranks that share the matrices of a block; None without tensor parallelism."""
+        return self.mesh["tensor"] if "tensor" in _names(self.mesh) else None
+
+    @property
+    def tensor_size(self) -> int:
+        """Ranks that share the matrices of a block, and see the same images."""
+        return self.mesh["tensor"].size() if "tensor" in _names(self.mesh) else 1
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """The ranks that see different images: of ``shard``, or of ``replicate`` and ``shard``."""
+        names = tuple(name for name in _names(self.mesh) if name != "tensor")
+        return self.mesh[names] if names != _names(self.mesh) else self.mesh
+
+    @property
+    def data_size(self) -> int:
+        """Ranks that see different images."""
+        return self.size // self.tensor_size
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among those that see different images; ranks of a tensor group have the same."""
+        return self.rank // self.tensor_size  # tensor is the fastest dimension of the mesh
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks of `data_mesh`; None, all ranks, without tensor parallelism."""
+        if self.tensor_size == 1:
+            return None
+        mesh = self.data_mesh
+        return (mesh if mesh.ndim == 1 else mesh._flatten("data")).get_group()
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    assert mesh.mesh_dim_names is not None
+    return mesh.mesh_dim_names
 
 
 def choose_device_type(config: ParallelConfig) -> str:
@@ -52,7 +92,7 @@ def joined(config: ParallelConfig) -> Iterator[World]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if dist.is_initialized():
-        yield _world(device)
+        yield _world(config, device)
         return
     # gloo beside NCCL: agreements on the CPU and checkpoints need no GPU memory
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
@@ -60,12 +100,14 @@ def joined(config: ParallelConfig) -> Iterator[World]:
         dist.init_process_group(backend, device_id=device if kind == "cuda" else None)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    yield _world(device)
+    yield _world(config, device)
     # not after an error: the peers may sit in a collective, and NCCL would wait for them here
     dist.barrier()  # gloo aborts now and then when a peer leaves while another still talks
     dist.destroy_process_group()
 
 
-def _world(device: torch.device) -> World:
+def _world(config: ParallelConfig, device: torch.device) -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
-    return World(rank, size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)))
+    sizes = {"replicate": config.replicas, "shard": size // (config.replicas * config.tensor), "tensor": config.tensor}
+    kept = {name: number for name, number in sizes.items() if number > 1 or name == "shard"}
+    return World(rank, size, device, init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept)))

@@ -39,7 +39,7 @@ def _trial_step(config: Config, data: Dataset, world: World, dtype: torch.dtype)
     model.to_empty(device=world.device)
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.detach().fill_(0.01)  # weights do not matter, but NaN and denormals change the speed
-    batch = config.train.micro_batch or config.train.batch // world.size
+    batch = config.train.micro_batch or config.train.batch // world.data_size
     x = torch.randn(batch, data.channels, data.image_size, data.image_size, generator=torch.Generator().manual_seed(0))
     x, t = x.to(world.device), torch.full((batch,), 0.5, device=world.device)
     labels = torch.zeros(batch, dtype=torch.int64, device=world.device)

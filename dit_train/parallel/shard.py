@@ -10,7 +10,9 @@ from dit_train.config import ModelConfig, ParallelConfig
 from dit_train.data.sources import Dataset, Summary
 from dit_train.model.dit import DiT
 from dit_train.model.init import initialize
+from dit_train.parallel.memory import checkpointing
 from dit_train.parallel.mesh import World
+from dit_train.parallel.tensor import split_matrices
 
 
 def build(
@@ -37,15 +39,33 @@ def build(
 
 
 def shard(dit: DiT, parallel: ParallelConfig, world: World, compute_dtype: torch.dtype) -> None:
-    """Apply FSDP2 to each block and to the root, in place."""
+    """Tensor parallelism, then activation checkpointing, compilation, and FSDP2 of each block and the root, in place.
+
+    In that order, so that each wraps the one before: recomputed parts are compiled too, and FSDP2 gathers once for
+    a block's forward and once for its backward.
+    """
+    if world.tensor_mesh is not None:
+        split_matrices(dit, world.tensor_mesh)
+    for block in dit.blocks:
+        block.recompute = checkpointing(parallel.activation_checkpointing)
+        if parallel.compile:
+            block.compile(backend=parallel.compile_backend)
     param_dtype = None if compute_dtype == torch.float32 else compute_dtype
     blocks = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     # the root must not cast its inputs: bf16 would round t = 0.998 to 1
     root = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     reshard = parallel.reshard_after_forward
     for block in dit.blocks:
-        fully_shard(block, mesh=world.mesh, reshard_after_forward=reshard, mp_policy=blocks)
-    fully_shard(dit, mesh=world.mesh, mp_policy=root)
+        fully_shard(block, mesh=world.data_mesh, reshard_after_forward=reshard, mp_policy=blocks)
+    fully_shard(dit, mesh=world.data_mesh, mp_policy=root)
+    _prefetch(list(dit.blocks), parallel.prefetch)
+
+
+def _prefetch(blocks: list[FSDPModule], ahead: int) -> None:
+    """Gather the weights of the next blocks, in either direction, while one computes."""
+    for i, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
+        block.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])
 
 
 def reshard(model: nn.Module) -> None:

@@ -40,7 +40,7 @@ class Evaluation:
                 return False
         if config.sample.grid and self._due(config.run.sample_every or config.train.steps):
             with run.ema.applied():
-                picture = sampling.grid(config, run.data, run.model, run.world.device)
+                picture = sampling.grid(config, run.data, run.model, run.world)
             run.reporter.picture(picture, run.state.step)
         return True
 
@@ -105,7 +105,13 @@ class Scorer:
 
         with run.ema.applied():
             record = eval.score.score(
-                images, torch.arange(count), self._reference, self._extractor, self._batch, progress=progress
+                images,
+                torch.arange(count),
+                self._reference,
+                self._extractor,
+                self._batch,
+                run.world.data_group,
+                progress=progress,
             )
         return {
             **record,

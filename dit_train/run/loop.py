@@ -67,7 +67,7 @@ def _train(run: Run, stop: StopRequest) -> bool:
     """Steps to the end, or until a rank is asked to stop; whether the end was reached."""
     config, state = run.config, run.state
     steps = config.train.steps
-    slots = share(config.train.batch, run.world.rank, run.world.size)
+    slots = share(config.train.batch, run.world.data_rank, run.world.data_size)
     batches = Prefetcher(config, run.data, slots)
     evaluation = Evaluation(run, stop)
     optimizer_time = Stopwatch(run.world.device)
@@ -127,11 +127,12 @@ def _forward_backward(run: Run, batch: Batch, stop: StopRequest) -> tuple[float,
     for i, part in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
         run.model.set_requires_gradient_sync(last or run.config.parallel.sync_every_micro_batch)
+        run.model.set_requires_all_reduce(last)  # over replicas once, of what the shards have added up
         losses = velocity_loss(run.model(part.x_t, part.t, part.labels), part.target)
-        (losses.sum() / size).backward()  # FSDP2 averages over ranks, whose shares are equal
+        (losses.sum() / size).backward()  # FSDP2 averages over data ranks, whose shares are equal
         loss_sum += losses.detach().sum()
     norm = faults.gradient_norm(run.model)
-    total, stopping = faults.agree(loss_sum, stop.asked)
+    total, stopping = faults.agree(loss_sum / run.world.tensor_size, stop.asked)
     if train.clip_norm is not None:
         faults.clip(run.model, train.clip_norm, norm)
     return total / train.batch, norm.item(), stopping

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from dit_train import overlays
-from dit_train.config import Config, ConfigError
+from dit_train.config import Config, ConfigError, ParallelConfig
 from dit_train.data import sources
 from dit_train.model.dit import DiT
 from dit_train.parallel import precision, shard
@@ -29,7 +29,7 @@ class Trained:
     def model(self, world: World, weights: Weights = "ema") -> DiT:
         """The model in evaluation mode over all ranks of ``world``, which may be other than trained it. Collective."""
         config, dtype = self.config, precision.DTYPES[self.checkpoint.state.compute_dtype]
-        dit = shard.build(config.model, config.parallel, self.images, world, dtype, seed=None)
+        dit = shard.build(config.model, ParallelConfig(), self.images, world, dtype, seed=None)
         checkpoint.load_weights(self.checkpoint, dit, weights)
         return dit.eval().requires_grad_(False)
 

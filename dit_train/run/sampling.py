@@ -18,6 +18,7 @@ from dit_train.config import Config
 from dit_train.data.sources import Dataset, Summary
 from dit_train.diffusion.guidance import guided
 from dit_train.diffusion.samplers import SAMPLERS
+from dit_train.parallel.mesh import World
 from eval.generate import generate, quantize
 from eval.ranks import gather
 
@@ -88,16 +89,16 @@ def provenance(
     }
 
 
-def grid(config: Config, data: Dataset, model: torch.nn.Module, device: torch.device) -> Tensor:
+def grid(config: Config, data: Dataset, model: torch.nn.Module, world: World) -> Tensor:
     """A picture of grid x grid samples, a column a class, uint8 [C, height, width]; all ranks call it, all get it."""
     side = config.sample.grid
     indices = torch.arange(side * side)
-    images = Sampler(config, data, model, device, lambda i: i % side % data.num_classes)
-    made = [(kept, pixels) for kept, pixels in generate(images, indices, config.sample.batch)]
+    images = Sampler(config, data, model, world.device, lambda i: i % side % data.num_classes)
+    made = [(kept, pixels) for kept, pixels in generate(images, indices, config.sample.batch, world.data_group)]
     shape = (data.channels, data.image_size, data.image_size)
     mine = torch.cat([pixels for _, pixels in made]) if made else torch.empty((0, *shape), dtype=torch.uint8)
     where = torch.cat([kept for kept, _ in made]) if made else indices[:0]
-    rows, _ = gather(mine.flatten(1), where)
+    rows, _ = gather(mine.flatten(1), where, world.data_group)
     gap = max(1, data.image_size // 16)
     tiles = F.pad(rows.view(-1, *shape), (0, gap, 0, gap), value=_GAP_GREY)
     return rearrange(tiles, "(r c) k h w -> k (r h) (c w)", r=side)

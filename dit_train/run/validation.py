@@ -25,10 +25,10 @@ class HeldOut:
         draw = rng.stream(config.train.seed, "heldout-order")
         images = draw.permutation(len(data.heldout))[: self.count]
         times = draw.permutation(evenly_spaced(config.objective, self.count).numpy())
-        size = min(config.sample.batch, -(-self.count // world.size))
-        rounds = -(-self.count // (size * world.size))
+        size = min(config.sample.batch, -(-self.count // world.data_size))
+        rounds = -(-self.count // (size * world.data_size))
         # FSDP2 communicates in each forward: every rank makes `rounds` of them, the last ones on filler
-        slots = [np.arange(size) + size * (i * world.size + world.rank) for i in range(rounds)]
+        slots = [np.arange(size) + size * (i * world.data_size + world.data_rank) for i in range(rounds)]
         self._batches = [(self._draw(config, data, images, times, s), torch.from_numpy(s < self.count)) for s in slots]
 
     def _draw(self, config: Config, data: Dataset, images: np.ndarray, times: np.ndarray, slots: np.ndarray) -> Batch:
@@ -46,5 +46,5 @@ class HeldOut:
                 total += losses.double()[real.to(losses.device)].sum()
         reshard(model)
         model.train(training)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self._world.data_group)
         return total.item() / self.count

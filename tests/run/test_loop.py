@@ -258,7 +258,7 @@ def test_a_grid_has_a_class_a_column(tmp_path, world, monkeypatch):
         "Sampler",
         lambda *args: lambda i: (10 * args[-1](i) + 1).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 8, 8),
     )
-    picture = sampling.grid(run.config, run.data, run.model, world.device)
+    picture = sampling.grid(run.config, run.data, run.model, world)
     assert picture.shape == (1, 27, 27) and dist.get_world_size() == 1
     assert picture[0, ::9, ::9].tolist() == [[1, 11, 21]] * 3
 

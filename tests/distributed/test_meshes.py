@@ -1,0 +1,186 @@
+"""FSDP2, HSDP, tensor parallelism and their products on gloo ranks: one model, whatever the mesh."""
+
+import hashlib
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.distributed.ranks import run
+from tests.distributed.test_training import MATRIX, OPTIMIZERS, TINY, furthest, train
+
+P = "--parallel."
+COMPILED = [P + "compile", "true", P + "compile_backend", "aot_eager"]
+MESHES = {
+    "one": (1, []),
+    "shard 2": (2, []),
+    "replicate 2": (2, [P + "replicas", "2"]),
+    "tensor 2": (2, [P + "tensor", "2"]),
+    "shard 3": (3, []),
+    "replicate 2, shard 2": (4, [P + "replicas", "2"]),
+    "shard 2, tensor 2": (4, [P + "tensor", "2"]),
+    "replicate 2, tensor 2": (4, [P + "replicas", "2", P + "tensor", "2"]),
+    "full": (1, [P + "activation_checkpointing", "full"]),
+    "selective": (1, [P + "activation_checkpointing", "selective"]),
+    "compiled": (1, COMPILED),
+    "shard 2, compiled, selective": (
+        2,
+        [P + "activation_checkpointing", "selective", *COMPILED],
+    ),
+    "shard 2, tensor 2, compiled, full": (
+        4,
+        [P + "tensor", "2", P + "activation_checkpointing", "full", *COMPILED],
+    ),
+}
+# a step so large that it drowns the rounding of weights, and an eps at which AdamW does not divide noise by noise
+STEP = "--optimizer.name muon --optimizer.lr 1 --optimizer.adamw.lr 0.1 --optimizer.adamw.eps 0.01".split()
+MODEL = ["--model.width", "32", "--model.depth", "2", "--model.heads", "4", "--model.qk_norm", "true"]
+KINDS = {"gelu": [], "swiglu, rope": ["--model.swiglu", "true", "--model.position", "rope", "--model.mlp_ratio", "3"]}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def one_update(arguments: list[str]) -> dict:
+    """Loss, gradient norm and weights after an update from weights of which none is zero, on this process's ranks."""
+    from dit_train import overlays
+    from dit_train.data import sources
+    from dit_train.parallel import shard
+    from dit_train.parallel.mesh import joined
+    from dit_train.run import faults, optimizer
+    from dit_train.run.batch import draw, share
+
+    config = overlays.read([], [*MODEL, *arguments, *MATRIX, *STEP, "--train.batch", "12", P + "device", "cpu"])
+    torch._dynamo.reset()
+    with joined(config.parallel) as world:
+        data = sources.load(config.data)
+        model = shard.build(config.model, config.parallel, data, world, torch.float32, seed=0)
+        for name, parameter in model.named_parameters():  # adaLN-zero would hide the blocks
+            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+            drawn = 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            drawn = distribute_tensor(drawn, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.detach().to_local().add_(drawn.to_local())
+        steps = optimizer.build(config.optimizer, model)
+        batch = draw(config, data, 0, share(12, world.data_rank, world.data_size))
+        loss = (model(batch.x_t, batch.t, batch.labels) - batch.target).square().mean()
+        loss.backward()
+        total, _ = faults.agree(loss.detach() / world.tensor_size, False)
+        norm = faults.gradient_norm(model)
+        faults.clip(model, 0.5 * norm.item(), norm)
+        gradient = {name: whole(p.grad).numpy().copy() for name, p in model.named_parameters()}
+        before = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+        steps.step()
+        after = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+        update = {name: (after[name] - before[name]).numpy() for name in after}
+        return {"loss": total / world.data_size, "norm": norm.item(), "gradient": gradient, "update": update}
+
+
+def updates(cases: list[tuple[str, str]]) -> dict:
+    return {(mesh, kind): one_update([*MESHES[mesh][1], *KINDS[kind]]) for mesh, kind in cases}
+
+
+@cache
+def found(ranks: int) -> dict:
+    cases = [(mesh, kind) for mesh, (size, _) in MESHES.items() for kind in KINDS if size == ranks]
+    return run(updates, ranks, cases, timeout=300)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param(mesh, marks=pytest.mark.long if MESHES[mesh][0] > 2 else ()) for mesh in MESHES if mesh != "one"],
+)
+def test_loss_gradients_and_update_are_those_of_one_process(mesh, kind):
+    ours, theirs = found(MESHES[mesh][0])[mesh, kind], found(1)["one", kind]
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-5)
+    for name in theirs["update"]:
+        assert difference(ours["gradient"][name], theirs["gradient"][name]) < 1e-5, name
+        # Newton-Schulz enlarges the rounding of gradients in the directions that hardly occur in them
+        assert difference(ours["update"][name], theirs["update"][name]) < 3e-5, name
+
+
+def difference(ours, theirs):
+    """RMS of the difference over that of theirs."""
+    return float(((ours - theirs) ** 2).mean() ** 0.5 / (theirs**2).mean() ** 0.5)
+
+
+# --- whole runs
+
+SCORED = "--schedule.kind constant --schedule.warmup_steps 0 --sample.grid 2 --score.every 3 --score.count 64".split()
+RUNS = {"tensor 2": 2, "replicate 2": 2, "shard 2, tensor 2": 4, "replicate 2, shard 2": 4}
+
+
+def first_half(folder: Path, meshes: list[str]) -> None:
+    for mesh in meshes:
+        train(folder / mesh, *OPTIMIZERS["muon"], *SCORED, *MESHES[mesh][1], "--train.steps", "3")
+
+
+def second_half(folder: Path, names: list[tuple[str, str]]) -> None:
+    """Go on with a run on another mesh, or, under a new name, begin it and train it whole."""
+    for name, mesh in names:
+        train(folder / name, *OPTIMIZERS["muon"], *SCORED, *MESHES[mesh][1], "--train.steps", "6")
+
+
+@cache
+def trained() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="meshes-"))
+    (folder / "tiny.yaml").write_text(TINY)
+    for ranks in (2, 4):
+        run(first_half, ranks, folder, [mesh for mesh, size in RUNS.items() if size == ranks], timeout=200)
+    # each run goes on on another mesh
+    run(second_half, 1, folder, [("whole", "one"), ("shard 2, tensor 2", "one")], timeout=200)
+    run(second_half, 2, folder, [("replicate 2", "tensor 2"), ("replicate 2, shard 2", "tensor 2")], timeout=200)
+    run(second_half, 4, folder, [("tensor 2", "replicate 2, tensor 2")], timeout=200)
+    return folder
+
+
+def rows(folder: Path, file: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", RUNS)
+def test_a_run_goes_on_on_another_mesh_and_is_scored_alike(mesh):
+    ours, theirs = trained() / mesh, trained() / "whole"
+    losses = [[row["loss"] for row in rows(folder, "metrics.jsonl")] for folder in (ours, theirs)]
+    assert len(losses[0]) == 6 and furthest(*losses) < 1e-5
+    scores = [
+        [row["value"] for row in rows(folder, "scores.jsonl") if row["kind"] == "score"] for folder in (ours, theirs)
+    ]
+    assert len(scores[0]) == 2 and furthest(*scores) < 1e-3
+    pictures = [(folder / "samples" / "step_0000006.png").read_bytes() for folder in (ours, theirs)]
+    assert len(pictures[0]) == pytest.approx(len(pictures[1]), rel=0.02)
+
+
+def reductions_over_replicas() -> list[int]:
+    """All-reduces in each of two micro-batches of a step on two replicas."""
+    from dit_train import overlays
+    from dit_train.data import sources
+    from dit_train.parallel import shard
+    from dit_train.parallel.mesh import joined
+
+    config = overlays.read([], [*MODEL, P + "replicas", "2", P + "device", "cpu"])
+    with joined(config.parallel) as world:
+        data = sources.load(config.data)
+        model = shard.build(config.model, config.parallel, data, world, torch.float32, seed=0)
+        counts = []
+        for last in (False, True):
+            model.set_requires_all_reduce(last)
+            with CommDebugMode() as seen:
+                model(torch.randn(2, 1, 8, 8), torch.rand(2), torch.zeros(2, dtype=torch.int64)).mean().backward()
+            counts.append(sum(n for op, n in seen.get_comm_counts().items() if "allreduce" in str(op).replace("_", "")))
+        dist.barrier()
+    return counts
+
+
+def test_replicas_reduce_once_a_step_and_not_once_a_micro_batch():
+    for first, last in run(reductions_over_replicas, 2, timeout=120):
+        assert first == 0 and last >= 3  # two blocks and the root
