@@ -31,7 +31,7 @@ def test_writes_every_key_of_its_docstring(tmp_path):
     assert (result["torch"], result["torchmetrics"]) == (torch.__version__, version("torchmetrics"))
     for row in result["update"].values():
         assert row.keys() == keys(update.partition(":")[2])
-        assert 0 < row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]  # on a busy machine a difference may be negative
     for row in result["frechet"].values():
         assert row.keys() == keys(frechet.partition(":")[2]) and min(row.values()) > 0
     assert f"| {next(iter(result['update']))} |" in done.stdout
