@@ -31,6 +31,11 @@ class ModelConfig:
     """RMS-normalise queries and keys per head."""
     swiglu: bool = False
     """SwiGLU in place of GELU in the MLP."""
+    adaln: Literal["zero", "noshift", "lora", "single"] = "zero"
+    """How a block is modulated: by a matrix of its own (zero, as published), the same without shifts, or by one matrix
+    for all blocks, to which each adds one of low rank (lora) or a table (single, arXiv 2310.00426)."""
+    adaln_rank: int = 256
+    """lora: rank of what a block adds."""
     position: Literal["sincos", "rope"] = "sincos"
     """Fixed 2-D sine-cosine table added to the tokens, or 2-D rotary embedding of queries and keys."""
     learn_sigma: bool = False

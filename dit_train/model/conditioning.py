@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dit_train.config import ModelConfig
+
 _FREQUENCIES = 256
 _TIME_SCALE = 1000.0  # the original model was told t in 0..999
 
@@ -61,3 +63,44 @@ class Modulation(nn.Module):
     def forward(self, condition: Tensor) -> tuple[Tensor, ...]:
         """[N, d] -> `pieces` tensors [N, 1, d]."""
         return self.linear(F.silu(condition)).unsqueeze(1).chunk(self.pieces, dim=-1)
+
+
+class LowRankModulation(nn.Module):
+    """`Modulation` by a matrix of low rank R: 7dR parameters in place of 6d²; added to one that all blocks share."""
+
+    def __init__(self, width: int, pieces: int, rank: int) -> None:
+        super().__init__()
+        self.pieces = pieces
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, pieces * width)
+        self.up.matrix_splits = {"weight": (pieces,)}
+
+    def forward(self, condition: Tensor) -> tuple[Tensor, ...]:
+        """[N, d] -> `pieces` tensors [N, 1, d]."""
+        return self.up(self.down(F.silu(condition))).unsqueeze(1).chunk(self.pieces, dim=-1)
+
+
+class TableModulation(nn.Module):
+    """The same pieces for every condition; added to those that all blocks share (PixArt-α, arXiv 2310.00426)."""
+
+    def __init__(self, width: int, pieces: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(pieces, width))
+
+    def forward(self, _condition: Tensor) -> tuple[Tensor, ...]:
+        """[N, d] -> `pieces` tensors [d]."""
+        return self.table.unbind()
+
+
+def block_modulation(config: ModelConfig) -> nn.Module:
+    """The modulation of a block by ``config.adaln``: six pieces (shift, scale, gate, twice), or four without shifts."""
+    if config.adaln == "lora":
+        return LowRankModulation(config.width, 6, config.adaln_rank)
+    if config.adaln == "single":
+        return TableModulation(config.width, 6)
+    return Modulation(config.width, 4 if config.adaln == "noshift" else 6)
+
+
+def shared_modulation(config: ModelConfig) -> Modulation | None:
+    """What the modulations of all blocks are added to, where they are light; None where each is whole."""
+    return Modulation(config.width, 6) if config.adaln in ("lora", "single") else None

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from dit_train.config import ModelConfig
-from dit_train.model.conditioning import LabelEmbedding, Modulation, TimeEmbedding
+from dit_train.model.conditioning import LabelEmbedding, Modulation, TimeEmbedding, block_modulation, shared_modulation
 from dit_train.model.layers import MLP, Attention, PatchEmbedding, SwiGLU, layer_norm, unpatchify
 from dit_train.model.position import RotaryPosition, SinCosPosition
 from dit_train.model.sizes import check_model
 
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+def modulate(x: Tensor, shift: Tensor | None, scale: Tensor) -> Tensor:
     """x [N, T, d] scaled by 1 + scale and shifted, [N, 1, d] each."""
-    return x * (1 + scale) + shift
+    scaled = x * (1 + scale)
+    return scaled if shift is None else scaled + shift
 
 
 class Block(nn.Module):
@@ -26,18 +27,22 @@ class Block(nn.Module):
         super().__init__()
         self.attention = Attention(config, side)
         self.mlp = SwiGLU(config) if config.swiglu else MLP(config)
-        self.modulation = Modulation(config.width, 6)
+        self.modulation = block_modulation(config)
         self.recompute: Callable[..., Tensor] | None = None
         """Calls a function and keeps less for the backward, see `dit_train.parallel.memory`; None keeps all."""
 
-    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
-        """Tokens [N, T, d], condition [N, d] -> [N, T, d]."""
+    def forward(self, tokens: Tensor, condition: Tensor, shared: tuple[Tensor, ...] | None) -> Tensor:
+        """Tokens [N, T, d], condition [N, d], pieces [N, 1, d] that this block's are added to -> [N, T, d]."""
         if self.recompute is None or not torch.is_grad_enabled():
-            return self._attend(tokens, condition)
-        return self.recompute(self._attend, tokens, condition)
+            return self._transform(tokens, condition, shared)
+        return self.recompute(self._transform, tokens, condition, shared)
 
-    def _attend(self, tokens: Tensor, condition: Tensor) -> Tensor:
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.modulation(condition)  # each [N, 1, d]
+    def _transform(self, tokens: Tensor, condition: Tensor, shared: tuple[Tensor, ...] | None) -> Tensor:
+        pieces = self.modulation(condition)  # each [N, 1, d], or [d]
+        if shared is not None:
+            pieces = tuple(own + common for own, common in zip(pieces, shared, strict=True))
+        scale_a, gate_a, scale_m, gate_m = pieces if len(pieces) == 4 else (*pieces[1:3], *pieces[4:])
+        shift_a, shift_m = (None, None) if len(pieces) == 4 else (pieces[0], pieces[3])
         tokens = tokens + gate_a * self.attention(modulate(layer_norm(tokens), shift_a, scale_a))
         return tokens + gate_m * self.mlp(modulate(layer_norm(tokens), shift_m, scale_m))
 
@@ -81,6 +86,7 @@ class DiT(nn.Module):
         self.position = SinCosPosition(self.side, config.width) if config.position == "sincos" else nn.Identity()
         self.time_embedding = TimeEmbedding(config.width)
         self.label_embedding = LabelEmbedding(num_classes, config.width)
+        self.modulation = shared_modulation(config)
         self.blocks = nn.ModuleList(Block(config, self.side) for _ in range(config.depth))
         self.final_layer = FinalLayer(config.width, self.out_channels * config.patch**2)
 
@@ -104,8 +110,9 @@ class DiT(nn.Module):
         """x [N, C, H, W], t [N] fp32 in [0, 1], labels [N] int64 in 0..K -> [N, C or 2C, H, W] fp32."""
         tokens = self.position(self.patch_embedding(x))  # [N, T, d]
         condition = self.time_embedding(t) + self.label_embedding(labels)  # [N, d]
+        shared = self.modulation(condition) if self.modulation is not None else None  # each [N, 1, d]
         for block in self.blocks:
-            tokens = block(tokens, condition)  # [N, T, d]
+            tokens = block(tokens, condition, shared)  # [N, T, d]
         patches = self.final_layer(tokens, condition)  # [N, T, C_out·p·p]
         return unpatchify(patches, self.config.patch, self.side).float()  # [N, C_out, H, W]
 

@@ -20,8 +20,8 @@ def initialize(model: DiT, seed: int) -> None:
 
     Each rank draws a whole parameter in fp32 on the CPU and keeps its own part, so that 1, 2 or 64 ranks hold the
     same model. Linear layers are Xavier-uniform, the label table and the time MLP normal with deviation 0.02, biases
-    zero; modulations and the final layer are zero, so that each block starts as the identity (adaLN-zero, arXiv
-    2212.09748).
+    zero; modulations (of low rank: their second matrix) and the final layer are zero, so that each block starts as the
+    identity (adaLN-zero, arXiv 2212.09748).
 
     Raises `RuntimeError` for a parameter without memory or one that no rule covers.
     """
@@ -35,7 +35,8 @@ def initialize(model: DiT, seed: int) -> None:
 def _fill(parameter: Tensor, name: str, seed: int) -> None:
     """Write the first values of one parameter, of which this rank may hold a part."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if "modulation." in name or name.startswith("final_layer.") or name.endswith(".bias"):
+    dark = "modulation." in name and not name.endswith("modulation.down.weight")  # zero twice would never wake up
+    if dark or name.startswith("final_layer.") or name.endswith(".bias"):
         local.zero_()
         return
     if name.endswith("_norm.weight"):

@@ -47,7 +47,7 @@ def check_model(config: ModelConfig, image_size: int) -> None:
 
     `image_size` is the side of what the model sees, in pixels or latent cells.
     """
-    for name in ("width", "depth", "heads", "patch"):
+    for name in ("width", "depth", "heads", "patch", "adaln_rank"):
         if getattr(config, name) < 1:
             raise ConfigError(f"model.{name}: must be at least 1, not {getattr(config, name)}")
     if mlp_width(config) < 1:

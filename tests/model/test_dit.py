@@ -15,6 +15,7 @@ from dit_train.model.sizes import SIZES, check_model, mlp_width, sized
 
 TINY = {"width": 32, "depth": 2, "heads": 2}
 VARIANTS = [{}, {"swiglu": True}, {"qk_norm": True}, {"position": "rope"}, {"learn_sigma": True, "patch": 4}]
+VARIANTS += [{"adaln": "noshift"}, {"adaln": "lora", "adaln_rank": 8}, {"adaln": "single"}]
 
 
 def tiny(**fields) -> DiT:
@@ -61,6 +62,41 @@ def test_large_sizes_are_what_their_name_says_and_shard_evenly(name):
     digits = len(name.partition(".")[2]) - 1 if "." in name else 0
     assert f"{parameter_count(model) / 1e9:.{digits}f}B" == name
     assert all(p.shape[0] % 128 == 0 for p in model.blocks[0].parameters() if p.ndim == 2)
+
+
+@pytest.mark.parametrize(
+    ("adaln", "billions"),
+    [
+        ("noshift", [1.163, 2.029, 3.589, 8.073, 13.322]),
+        ("lora", [0.969, 1.661, 2.893, 6.390, 10.459]),
+        ("single", [0.892, 1.551, 2.737, 6.156, 10.137]),
+    ],
+)
+def test_lighter_modulations_have_the_parameters_of_their_formulas(adaln, billions):
+    for name, count in zip(["1.3B", "2.3B", "4B", "9B", "15B"], billions, strict=True):
+        assert parameter_count(on_meta(sized(name, adaln=adaln))) / 1e9 == pytest.approx(count, abs=0.003)
+
+
+@pytest.mark.parametrize("fields", VARIANTS)
+def test_every_parameter_gets_a_gradient_once_all_are_awake(fields):
+    model = awake(tiny(**fields))
+    model(*batch()).square().mean().backward()
+    silent = {name for name, p in model.named_parameters() if p.grad is None or not torch.count_nonzero(p.grad)}
+    assert silent <= {f"blocks.{i}.attention.key.bias" for i in range(2)}
+
+
+@pytest.mark.parametrize("adaln", ["zero", "noshift", "lora", "single"])
+def test_every_modulation_wakes_up_within_three_steps(adaln):
+    model = tiny(adaln=adaln, adaln_rank=8)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    target = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(*batch()) - target).square().mean().backward()
+        optimizer.step()
+    asleep = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
+    assert asleep <= {f"blocks.{i}.attention.key.bias" for i in range(2)}
 
 
 def test_unknown_size_is_refused():
