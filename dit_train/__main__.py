@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dit_train import exits, overlays
+from dit_train.checkpoint import verify
 from dit_train.config import Config, ConfigError, OptimizerConfig
 from dit_train.run import folder
 from dit_train.run.stop import StopRequest
@@ -20,11 +21,13 @@ from dit_train.run.stop import StopRequest
 _USAGE = """\
 usage: torchrun --nproc-per-node N -m dit_train CONFIG... [--section.key VALUE ...]
        python -m dit_train launch --ranks N CONFIG... [--section.key VALUE ...]
+       python -m dit_train verify RUN...
 
 Trains a class-conditional DiT. CONFIG files are laid over each other in order, then the command line; configs that
 come with the package are found by name (configs/quickstart/base.yaml). The same command again resumes; a finished
 run returns at once. `launch` checks everything first, starts N local ranks and returns the run's own exit code:
-0 done, 2 bad input, 85 asked to stop and resumable (also in RUN/exit.json).
+0 done, 2 bad input, 85 asked to stop and resumable (also in RUN/exit.json). `verify` reads a run's checkpoints and
+returns 0 if all are as they were written, 2 if one is not.
 """
 
 _SECONDS_FOR_RANK_0 = 10
@@ -33,6 +36,8 @@ _SECONDS_FOR_RANK_0 = 10
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["verify"]:
+        return verify.main(words[1:])
     launching = words[:1] == ["launch"]
     words = words[1:] if launching else words
     if not words or {"-h", "--help"} & set(words):

@@ -294,6 +294,13 @@ class RunConfig:
     """Steps between checkpoints, and at the last."""
     keep_checkpoints: int = 2
     """Newest checkpoints kept."""
+    keep_every: int = 0
+    """Keep, for good, those of steps that this divides as well; 0: none."""
+    async_checkpoint: bool = True
+    """Write checkpoints beside the steps, from a copy in host memory as large as this rank's share of weights, average
+    and momentum; false: between the steps, without the copy."""
+    verify_checkpoint: bool = True
+    """Before going on, read the newest checkpoint's files once more to compare them with their SHA-256."""
     tensorboard: bool = True
     """Write tensorboard/ beside metrics.jsonl."""
 

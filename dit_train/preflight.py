@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from dit_train import overlays
+from dit_train.checkpoint import listing
+from dit_train.checkpoint.listing import Checkpoint
 from dit_train.config import Config, ConfigError
 from dit_train.data import sources
 from dit_train.model.sizes import check_model, mlp_width
-from dit_train.run import checkpoint, folder
-from dit_train.run.checkpoint import Checkpoint
+from dit_train.run import folder
 
 _FIXED = ("model", "data", "objective.timesteps", "train.seed", "train.batch", "optimizer.name")
 
@@ -55,7 +56,7 @@ def check(config: Config, ranks: int) -> Plan:
     check_model(config.model, images.image_size)
     folder.check(config.run.folder)
     fixed = _fixed_settings(config, images)
-    latest = checkpoint.find_latest(config.run.folder)
+    latest = listing.find_latest(config.run.folder)
     if latest is not None:
         _check_unchanged(latest, fixed)
     else:
@@ -168,7 +169,7 @@ def _check_history(config: Config) -> None:
     rows = _last_step(Path(config.run.folder) / "metrics.jsonl")
     if rows >= min(config.run.checkpoint_every, config.train.steps):
         raise ConfigError(
-            f"run.folder: metrics.jsonl reaches step {rows}, but {checkpoint.folder_of(config.run.folder)} has no "
+            f"run.folder: metrics.jsonl reaches step {rows}, but {listing.folder_of(config.run.folder)} has no "
             "checkpoint; put it back, or name another run.folder"
         )
 

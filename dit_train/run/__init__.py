@@ -1,1 +1,1 @@
-"""The loop and what keeps it alive: checkpoints, EMA, faults, metrics, tracking, randomness."""
+"""The loop and what keeps it alive: EMA, faults, metrics, tracking, randomness."""

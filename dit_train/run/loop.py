@@ -11,11 +11,14 @@ from typing import Any
 import torch
 
 from dit_train import exits
+from dit_train.checkpoint import listing
+from dit_train.checkpoint.saving import Saver
+from dit_train.checkpoint.writing import Retention
 from dit_train.config import ConfigError
 from dit_train.diffusion.objectives import velocity_loss
 from dit_train.parallel.mesh import joined
 from dit_train.preflight import Plan
-from dit_train.run import checkpoint, faults, folder, schedule
+from dit_train.run import faults, folder, schedule
 from dit_train.run.batch import Batch, Prefetcher, share
 from dit_train.run.evaluation import Evaluation
 from dit_train.run.metrics import Stopwatch
@@ -28,8 +31,8 @@ def train(plan: Plan, stop: StopRequest) -> int:
     try:
         with joined(plan.config.parallel) as world, hold_folder(plan, world):
             run = prepare(plan, world)
-            with run.reporter:
-                finished = _train(run, stop)
+            with run.reporter, saver_of(run) as saver:
+                finished = _train(run, stop, saver)
             code = exits.DONE if finished else exits.STOPPED
             message = "done" if finished else f"stopped after step {run.state.step}; the same command goes on"
             run.reporter.say(message)
@@ -63,7 +66,7 @@ def _leave(run_folder: str, error: ConfigError) -> int:
     return exits.BAD_INPUT
 
 
-def _train(run: Run, stop: StopRequest) -> bool:
+def _train(run: Run, stop: StopRequest, saver: Saver) -> bool:
     """Steps to the end, or until a rank is asked to stop; whether the end was reached."""
     config, state = run.config, run.state
     steps = config.train.steps
@@ -76,7 +79,7 @@ def _train(run: Run, stop: StopRequest) -> bool:
         if not state.evaluated:
             return False
         if run.world.is_main and run.plan.resume:
-            checkpoint.mark_evaluated(run.plan.resume)
+            listing.mark_evaluated(run.plan.resume)
     try:
         while state.step < steps:
             start = time.perf_counter()
@@ -108,10 +111,11 @@ def _train(run: Run, stop: StopRequest) -> bool:
             run.reporter.step({**row, "step_ms": 1e3 * seconds, "train_seconds": state.train_seconds})
             if not sound and state.skipped.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
                 run.reporter.say(f"loss or gradient of step {state.step} not finite; {state.skipped} updates skipped")
+            saver.poll()
             state.evaluated = not stopping and evaluation.after_step()
             stopping = not state.evaluated
             if stopping or state.step == steps or state.step % config.run.checkpoint_every == 0:
-                save(run)
+                saver.save(state)
             if stopping:
                 return False
         return True
@@ -146,16 +150,16 @@ def _set_learning_rate(run: Run) -> float:
     return run.optimizer.param_groups[0]["lr"]
 
 
-def save(run: Run) -> None:
-    """Write a checkpoint and say so."""
-    start = time.perf_counter()
-    saved = checkpoint.save(
-        run.config.run.folder,
+def saver_of(run: Run) -> Saver:
+    """What writes a run's checkpoints, as its config has it; collective."""
+    settings = run.config.run
+    return Saver(
+        settings.folder,
         run.model,
         run.ema,
         run.optimizer,
-        run.state,
         fixed=run.plan.fixed,
-        keep=run.config.run.keep_checkpoints,
+        retention=Retention(settings.keep_checkpoints, settings.keep_every),
+        background=settings.async_checkpoint,
+        say=run.reporter.say,
     )
-    run.reporter.say(f"saved {saved} in {time.perf_counter() - start:.1f} s")

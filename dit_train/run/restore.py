@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 from dit_train import overlays
+from dit_train.checkpoint import listing, reading
+from dit_train.checkpoint.listing import Checkpoint
 from dit_train.config import Config, ConfigError, ParallelConfig
 from dit_train.data import sources
 from dit_train.model.dit import DiT
 from dit_train.parallel import precision, shard
 from dit_train.parallel.mesh import World
-from dit_train.run import checkpoint
-from dit_train.run.checkpoint import Checkpoint
 
 Weights = Literal["ema", "model"]
 
@@ -30,7 +30,7 @@ class Trained:
         """The model in evaluation mode over all ranks of ``world``, which may be other than trained it. Collective."""
         config, dtype = self.config, precision.DTYPES[self.checkpoint.state.compute_dtype]
         dit = shard.build(config.model, ParallelConfig(), self.images, world, dtype, seed=None)
-        checkpoint.load_weights(self.checkpoint, dit, weights)
+        reading.load_weights(self.checkpoint, dit, weights)
         return dit.eval().requires_grad_(False)
 
 
@@ -44,7 +44,7 @@ def reopen(run: str | Path, step: int | None = None) -> Trained:
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder}: no run folder (config.yaml is missing)")
     config = overlays.read([folder / "config.yaml"])
-    found = checkpoint.find_latest(folder) if step is None else checkpoint.find(folder, step)
+    found = listing.find_latest(folder) if step is None else listing.find(folder, step)
     if found is None:
         raise ConfigError(f"{folder}: no checkpoint yet; train it first")
     return Trained(config, sources.check(config.data), found)

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 import optimizers
 from dit_train import overlays
+from dit_train.checkpoint import reading
+from dit_train.checkpoint.manifest import RunState
 from dit_train.config import Config, ConfigError
 from dit_train.data import sources
 from dit_train.data.sources import Dataset
@@ -22,8 +24,7 @@ from dit_train.model.dit import DiT
 from dit_train.parallel import precision, shard
 from dit_train.parallel.mesh import World
 from dit_train.preflight import Plan
-from dit_train.run import checkpoint, folder, optimizer
-from dit_train.run.checkpoint import RunState
+from dit_train.run import folder, optimizer
 from dit_train.run.ema import EMA
 from dit_train.run.tracking import Reporter
 
@@ -67,7 +68,9 @@ def prepare(plan: Plan, world: World) -> Run:
     peak_lrs = [group["lr"] for group in steps.param_groups]
     ema = EMA(model, config.train.ema_decay, ramp=config.train.ema_ramp)
     if plan.resume:
-        checkpoint.load(plan.resume, model, ema, steps)
+        if config.run.verify_checkpoint:
+            reading.check_sums(plan.resume)
+        reading.load(plan.resume, model, ema, steps)
     changed = _changed_settings(config) if plan.resume else []
     if world.is_main:
         _write_config(config, dtype_note, world)

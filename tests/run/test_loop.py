@@ -3,12 +3,15 @@
 import dataclasses
 import json
 import math
+from contextlib import ExitStack
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from dit_train import overlays, preflight
+from dit_train.checkpoint import manifest
+from dit_train.checkpoint.saving import Saver
 from dit_train.parallel import precision
 from dit_train.parallel.mesh import joined
 from dit_train.parallel.shard import local
@@ -17,6 +20,7 @@ from dit_train.run.batch import draw, share
 from dit_train.run.ema import EMA
 from dit_train.run.setup import hold_folder, prepare
 from dit_train.run.stop import StopRequest
+from tests.checkpoint.trained import full_disk, names
 
 TINY = (
     "--model.width 32 --model.depth 1 --model.heads 2 --train.batch 8 --train.steps 4 --train.compute_dtype fp32 "
@@ -185,8 +189,9 @@ def test_a_stop_in_the_middle_of_a_score_saves_and_leaves_the_score_to_the_next_
 
 def test_a_last_evaluation_that_was_made_up_for_is_not_made_again(tmp_path, world):
     assert loop.train(plan(tmp_path), StopRequest()) == 0
-    state = tmp_path / "run" / "checkpoints" / "step_0000004" / "state.json"
-    state.write_text(state.read_text().replace('"evaluated": true', '"evaluated": false'))
+    folder = tmp_path / "run" / "checkpoints" / "step_0000004"
+    content = manifest.read(folder)
+    manifest.write(folder, dataclasses.replace(content, run=dataclasses.replace(content.run, evaluated=False)))
     assert not plan(tmp_path).finished
     before = rows(tmp_path, "scores.jsonl")
     assert loop.train(plan(tmp_path), StopRequest()) == 0
@@ -194,19 +199,49 @@ def test_a_last_evaluation_that_was_made_up_for_is_not_made_again(tmp_path, worl
     assert [row["step"] for row in rows(tmp_path, "scores.jsonl")] == [row["step"] for row in before]
 
 
-def test_a_disk_that_is_full_is_one_line_and_keeps_the_checkpoint_before(tmp_path, world, monkeypatch, capsys):
-    import torch.distributed.checkpoint as dcp
-
-    assert loop.train(plan(tmp_path, "--train.steps", "2"), StopRequest()) == 0
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(dcp, "save", full)
-    made = plan(tmp_path)
-    assert loop.train(made, StopRequest()) == 2
-    assert "No space left on device" in capsys.readouterr().err
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_last_save_on_a_full_disk_is_one_line_and_keeps_the_checkpoint_before(tmp_path, world, capsys, background):
+    saved = ("--run.async_checkpoint", background)
+    assert loop.train(plan(tmp_path, "--train.steps", "2", *saved), StopRequest()) == 0
+    made = plan(tmp_path, *saved)
+    with full_disk(20_000):
+        assert loop.train(made, StopRequest()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the last checkpoint could not be saved" in line and "File too large" in line
     assert plan(tmp_path).resume.state.step == 2
+    assert json.loads((tmp_path / "run" / "exit.json").read_text())["code"] == 2
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_full_disk_on_the_way_leaves_the_run_alive(tmp_path, world, capsys, monkeypatch, background):
+    saved = ("--run.async_checkpoint", background, "--run.checkpoint_every", "1")
+    save, limits = Saver.save, ExitStack()
+
+    def until_the_last(saver, state):
+        saver.finish()
+        limits.close()
+        if state.step in (2, 3):
+            limits.enter_context(full_disk(20_000))
+        save(saver, state)
+
+    monkeypatch.setattr(Saver, "save", until_the_last)
+    assert loop.train(plan(tmp_path, *saved), StopRequest()) == 0
+    shown = capsys.readouterr().out
+    assert [f"step_000000{step} could not be saved" in shown for step in (1, 2, 3, 4)] == [False, True, True, False]
+    assert names(tmp_path / "run") == ["step_0000001", "step_0000004"]
+    assert [row["step"] for row in rows(tmp_path, "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_flipped_bit_is_found_before_a_resume_and_not_where_that_is_switched_off(tmp_path, world, capsys):
+    assert loop.train(plan(tmp_path, "--train.steps", "2"), StopRequest()) == 0
+    part = tmp_path / "run" / "checkpoints" / "step_0000002" / "__0_0.distcp"
+    raw = bytearray(part.read_bytes())
+    raw[-1] ^= 1  # the end of a zip record, which torch does not look at
+    part.write_bytes(raw)
+    assert loop.train(plan(tmp_path), StopRequest()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "__0_0.distcp is not as it was written" in line and "remove that folder" in line
+    assert loop.train(plan(tmp_path, "--run.verify_checkpoint", "false"), StopRequest()) == 0
 
 
 def test_changed_settings_are_said_on_a_resume(tmp_path, world, capsys):
