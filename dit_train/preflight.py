@@ -165,9 +165,13 @@ def _check_optimizer(config: Config, images: sources.Summary) -> None:
 
 
 def _check_history(config: Config) -> None:
-    """Refuse to begin anew, which would drop the metrics, where checkpoints should be and are not."""
+    """Refuse to begin anew, which would drop the metrics, where checkpoints should be and are not.
+
+    An empty folder of checkpoints is another thing: the first saves failed or were cut off.
+    """
     rows = _last_step(Path(config.run.folder) / "metrics.jsonl")
-    if rows >= min(config.run.checkpoint_every, config.train.steps):
+    missing = not listing.folder_of(config.run.folder).is_dir()
+    if missing and rows >= min(config.run.checkpoint_every, config.train.steps):
         raise ConfigError(
             f"run.folder: metrics.jsonl reaches step {rows}, but {listing.folder_of(config.run.folder)} has no "
             "checkpoint; put it back, or name another run.folder"

@@ -177,6 +177,13 @@ def test_metrics_without_their_checkpoints_are_not_dropped(tmp_path):
     assert plan(tmp_path).resume is None
 
 
+def test_steps_whose_first_save_failed_or_was_cut_off_begin_anew(tmp_path):
+    made = write_checkpoint(tmp_path, 500)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 700, "loss": 1}\n')  # made while the save was written
+    made.rename(made.with_name("step_0000500.tmp"))
+    assert plan(tmp_path).resume is None
+
+
 @pytest.mark.parametrize("name", ["checkpoints", "samples", "tensorboard"])
 def test_a_file_where_a_folder_belongs(tmp_path, name):
     (tmp_path / "run").mkdir()

@@ -139,7 +139,9 @@ def _file(name: str, entry: Any) -> File:
 
 
 def _like(value: Any, example: Any) -> bool:
-    """Whether a value of JSON may stand where a run has `example`."""
+    """Whether a value of JSON may stand where a run has `example`; a list holds numbers, or lists of them."""
+    if isinstance(example, list):
+        return type(value) is list and all(_like(item, example if type(item) is list else 0.0) for item in value)
     if isinstance(example, bool) or not isinstance(example, int | float):
         return type(value) is type(example)
     if isinstance(example, int):

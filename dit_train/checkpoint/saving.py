@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from dit_train.checkpoint import contents
+from dit_train.checkpoint import contents, listing
+from dit_train.checkpoint.agreement import on_main
 from dit_train.checkpoint.manifest import Manifest, RunState
 from dit_train.checkpoint.snapshot import Snapshot
 from dit_train.checkpoint.writing import Outcome, Retention, write
@@ -59,12 +60,17 @@ class Saver:
             retention: which checkpoints stay.
             background: write beside the steps, from a copy in host memory, or between them.
             say: takes a line for a person.
+
+        Raises:
+            ConfigError: no host memory for the copy.
         """
         self._run, self._parts, self._fixed, self._retention = Path(run), (model, ema, optimizer), fixed, retention
         self._say = say
         self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
+        # there from the start, so that steps without a checkpoint are told from checkpoints that were taken away
+        on_main(lambda: listing.folder_of(run).mkdir(parents=True, exist_ok=True), self._group)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if background else None
-        self.snapshot = Snapshot()
+        self.snapshot = Snapshot(contents.tensors(model, ema, optimizer) if background else {})
         self._flight: Future[Outcome] | None = None
         self._waited = 0.0
         self._problem: str | None = None
@@ -88,9 +94,14 @@ class Saver:
         self._flight = self._pool.submit(from_snapshot)
         self._waited = time.perf_counter() - start
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save in the background is being written on this rank."""
+        return self._flight is not None and not self._flight.done()
+
     def poll(self) -> None:
         """Say how a save ended that has ended since; never waits."""
-        if self._flight is not None and self._flight.done():
+        if not self.busy:
             self.finish()
 
     def finish(self) -> None:

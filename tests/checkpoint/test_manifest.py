@@ -109,6 +109,12 @@ def test_hostile_json_is_one_line(tmp_path, raw):
     refusal(tmp_path)
 
 
+def test_lists_of_numbers_are_a_runs_and_other_lists_are_not():
+    sound, broken = ([], [1.5, 2], [[1.0, 2.0], [3, 4]]), (["x"], [[None]], [{}], "x", [float("inf")], [True])
+    assert all(manifest._like(value, []) for value in sound)
+    assert not any(manifest._like(value, []) for value in broken)
+
+
 def test_a_file_without_end_is_not_read_to_it(tmp_path):
     with (tmp_path / manifest.NAME).open("wb") as file:
         file.truncate(1 << 40)  # a hole: it takes no space

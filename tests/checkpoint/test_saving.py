@@ -5,6 +5,7 @@ import torch
 
 from dit_train.checkpoint import files, listing, manifest, metadata, reading
 from dit_train.checkpoint.manifest import RunState
+from dit_train.checkpoint.snapshot import Snapshot
 from dit_train.config import ConfigError, ParallelConfig
 from dit_train.parallel.mesh import joined
 from tests.checkpoint.trained import Trained, full_disk, names
@@ -149,6 +150,23 @@ def test_host_memory_stays_flat_over_twenty_saves(tmp_path):
         held = sum(buffer.untyped_storage().nbytes() for buffer in saver.snapshot.host.values())
         assert held == sum(tensor.nbytes for tensor in trained.tensors().values())
     assert names(tmp_path) == ["step_0000019", "step_0000020"]
+
+
+def test_memory_that_a_host_lacks_is_missed_before_the_first_step():
+    with pytest.raises(ConfigError, match=r"run\.async_checkpoint: no 4503599\.6 GB of host memory .*set it to false"):
+        Snapshot({"a": torch.zeros(1).expand(1 << 50)})
+
+
+@pytest.mark.gpu
+def test_a_copy_of_a_gpus_tensor_is_pinned_and_taken_before_what_is_queued_next():
+    weight = torch.zeros(1 << 26, device="cuda")
+    snapshot = Snapshot({"a": weight})
+    for value in (1.0, 2.0, 3.0):
+        weight.fill_(value)
+        snapshot.take({"a": weight})
+        weight.fill_(-1.0)
+        snapshot.wait()
+        assert snapshot.host["a"].is_pinned() and (snapshot.host["a"] == value).all()
 
 
 def test_an_error_in_training_comes_through_and_the_save_in_flight_is_committed(tmp_path):
