@@ -13,7 +13,7 @@ FILE holds
   blocked_ratio: the median over rounds of async over sync, which follow each other within a round;
   step, step_beside: seconds of an undisturbed step, and of one beside a save in the background;
   slowdown: step_beside over step;
-  lost_ratio: what a save in the background costs in all (blocked, and the delay of steps) over what one between them does;
+  lost_ratio: what a save in the background costs in all (blocked, and the delay of steps) over one between them;
   sha256_gbps: what one core hashes, 10^9 bytes a second.
 """
 

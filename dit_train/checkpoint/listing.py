@@ -98,14 +98,19 @@ def read(folder: Path) -> Checkpoint:
         ConfigError: they have not; what is inside the files is `verify`'s to check.
     """
     content = manifest.read(folder)
+    check_sizes(folder, content)
+    if content.run.step != step_of(folder):
+        raise damaged(folder, f"it is of step {content.run.step}")
+    return Checkpoint(folder, content)
+
+
+def check_sizes(folder: Path, content: Manifest) -> None:
+    """Raise `ConfigError` where a file of the manifest is missing or of another size."""
     for name, file in content.files.items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
         if found != file.bytes:
             raise damaged(folder, f"{name} has {found} bytes of {file.bytes}" if found is not None else f"no {name}")
-    if content.run.step != step_of(folder):
-        raise damaged(folder, f"it is of step {content.run.step}")
-    return Checkpoint(folder, content)
 
 
 def mark_evaluated(checkpoint: Checkpoint) -> None:

@@ -111,12 +111,12 @@ def _write_tensors(
 
 
 def _commit(partial: Path, final: Path) -> None:
+    listing.check_sizes(partial, manifest.read(partial))
     if final.exists():  # the run went back and came to this step again
         listing.discard(final)
     partial.rename(final)
     sync_folder(final.parent)
     sync_folder(final.parent.parent)
-    listing.read(final)  # nothing older goes before this one is known to be whole
 
 
 class _Planner(dcp.DefaultSavePlanner):

@@ -200,6 +200,15 @@ def test_something_else_in_the_place_of_a_tensor(folder, value):
     refusal(folder, untouched=False)
 
 
+def test_no_tensor_is_read_in_a_way_that_may_run_code(folder, monkeypatch):
+    loaded, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda *args, **how: loaded.append(how) or load(*args, **how))
+    other = Trained(1, 1)
+    reading.load(listing.read(folder), other.model, other.ema, other.optimizer)
+    reading.load_weights(listing.read(folder), other.model, "ema")
+    assert len(loaded) > 4 and all(how["weights_only"] is True for how in loaded)
+
+
 def test_metadata_of_nonsense(folder):
     for raw in (b"", b"\x80\x04.", b"\x80\x04N.", b"garbage", b"I1\n.", b"\x80\x05\x96" + b"\xff" * 8, b"(d."):
         (folder / metadata.NAME).write_bytes(raw)

@@ -1,5 +1,9 @@
 """Saves are committed whole or not at all, old ones go only afterwards, and loading gives every bit back."""
 
+import os
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -90,6 +94,42 @@ def test_sums_taken_while_writing_are_those_of_the_files(tmp_path, background):
     assert written.keys() == {path.name for path in folder.iterdir()} - {manifest.NAME} != set()
     for name, file in written.items():
         assert (file.bytes, file.sha256) == ((folder / name).stat().st_size, files.sha256(folder / name))
+
+
+@both
+def test_files_and_folders_are_on_the_disk_before_the_rename_and_the_rename_before_older_ones_go(
+    tmp_path, monkeypatch, background
+):
+    done, fsync, rename, rmtree = [], os.fsync, Path.rename, shutil.rmtree
+
+    def name(path: Path) -> str:
+        return str(Path(path).relative_to(tmp_path))
+
+    def synced(handle: int) -> None:
+        fsync(handle)
+        done.append(f"sync {name(os.readlink(f'/proc/self/fd/{handle}'))}")
+
+    trained = Trained(0, 1)
+    trained.save(tmp_path, 1)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", lambda a, b: done.append(f"rename {name(a)}") or rename(a, b))
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path, **how: done.append(f"remove {name(path)}") or rmtree(path, **how)
+    )
+    trained.save(tmp_path, 2, keep=1, background=background)
+    partial = "checkpoints/step_0000002.tmp"
+    assert done == [
+        f"sync {partial}/__0_0.distcp",
+        f"sync {partial}/.metadata.tmp",
+        f"rename {partial}/.metadata.tmp",
+        f"sync {partial}/state.json.tmp",
+        f"sync {partial}",
+        f"rename {partial}",
+        "sync checkpoints",
+        "sync .",
+        "rename checkpoints/step_0000001",
+        "remove checkpoints/step_0000001.old.tmp",
+    ]
 
 
 @both
