@@ -8,11 +8,10 @@ while it was written the mean is compared with the median of undisturbed ones.
 
 FILE holds
   torch, device, ranks, threads, parameters, megabytes, rounds: what ran; megabytes of a checkpoint (10^6);
-  sync, async: medians over the rounds, in seconds: `blocked`, `whole` (until it is committed), and `low`, `high`
-      (quartiles of blocked);
+  sync, async (over the rounds, in seconds):
+    blocked, low, high, whole: medians of what the training thread waits and of a whole save; quartiles of the first;
   blocked_ratio: the median over rounds of async over sync, which follow each other within a round;
-  step, step_beside: seconds of an undisturbed step, and of one beside a save in the background;
-  slowdown: step_beside over step;
+  step, step_beside, slowdown: seconds of an undisturbed step and of one beside a save, and their ratio;
   lost_ratio: what a save in the background costs in all (blocked, and the delay of steps) over one between them;
   sha256_gbps: what one core hashes, 10^9 bytes a second.
 """
@@ -39,6 +38,7 @@ from dit_train.checkpoint import files, listing
 from dit_train.checkpoint.manifest import RunState
 from dit_train.checkpoint.saving import Saver
 from dit_train.checkpoint.writing import Retention
+from dit_train.command_line import Parser, new_file
 from dit_train.config import ModelConfig, ParallelConfig
 from dit_train.data.sources import Summary
 from dit_train.parallel import shard
@@ -48,17 +48,15 @@ from dit_train.run.ema import EMA
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read and check the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where all numbers go")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=new_file, required=True, metavar="FILE", help="where all numbers go")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: one beside FILE)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where the model lies")
     parser.add_argument("--rounds", type=int, default=5, help="saves of each kind (default 5)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model: whether it runs, not how fast")
     chosen = parser.parse_args(arguments)
     if chosen.rounds < 2:
-        parser.error("--rounds has to be at least 2")
-    if not chosen.json.parent.is_dir() or chosen.json.is_dir():
-        parser.error(f"--json {chosen.json} cannot be written: name a file in a folder that exists")
+        parser.error(f"--rounds is {chosen.rounds} but has to be at least 2")
     return chosen
 
 

@@ -39,6 +39,11 @@ BAD = {
         (["--json", "absent/a"], "absent/a"),
         (["--json", "a", "--rounds", "1"], "--rounds is 1"),
     ],
+    "bench_checkpoint.py": [
+        ([], "--json"),
+        (["--json", "absent/a"], "absent/a"),
+        (["--json", "a", "--rounds", "1"], "is 1"),
+    ],
     "bench_optimizers.py": [(["--ranks", "2"], "--json"), (["--ranks", "1", "--json", "a"], "--ranks is 1")],
 }
 

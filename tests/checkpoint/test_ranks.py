@@ -137,36 +137,30 @@ def case_metadata_that_one_rank_sees_doctored_is_refused_on_all(folder: Path):
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
 
 
-def every_case(folder: Path) -> None:
-    for case in CASES:
-        run_case(update_wrapper(partial(case, folder / case.__name__), case))
-        dist.barrier()
-
-
-def test_two_ranks(tmp_path):
-    run(every_case, 2, tmp_path, timeout=240)
-
-
 def whole(trained: Trained) -> dict[str, torch.Tensor]:
     return {name: tensor.full_tensor() for name, tensor in trained._tensors().items()}
 
 
-def save_on_two(folder: Path) -> dict[str, torch.Tensor]:
+def every_case(folder: Path) -> dict[str, torch.Tensor]:
+    """All of the cases, then a checkpoint; what it holds."""
+    for case in CASES:
+        run_case(update_wrapper(partial(case, folder / case.__name__), case))
+        dist.barrier()
     trained = Trained(0, 3, sharded=True)
-    trained.save(folder, 3, background=True)
+    trained.save(folder / "saved", 3, background=True)
     return whole(trained)
 
 
-def load_on_three(folder: Path) -> dict[str, torch.Tensor]:
+def load(folder: Path) -> dict[str, torch.Tensor]:
     other, found = Trained(1, 1, sharded=True), listing.find_latest(folder)
     reading.check_sums(found)
     reading.load(found, other.model, other.ema, other.optimizer)
     return whole(other)
 
 
-def test_uneven_rows_of_two_ranks_load_on_three(tmp_path):
+def test_two_ranks_are_of_one_mind_and_three_load_their_uneven_rows(tmp_path):
     """Thirteen rows: 7 and 6 when they are saved, 5, 5 and 3 when they are loaded."""
-    saved = run(save_on_two, 2, tmp_path, timeout=120)[0]
-    for loaded in run(load_on_three, 3, tmp_path, timeout=120):
+    saved = run(every_case, 2, tmp_path, timeout=240)[0]
+    for loaded in run(load, 3, tmp_path / "saved", timeout=120):
         assert loaded.keys() == saved.keys()
         assert all(torch.equal(loaded[name], saved[name]) for name in saved)
