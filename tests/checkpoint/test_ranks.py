@@ -9,10 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from dit_train.checkpoint import listing, metadata, reading
+import optimizers
+from dit_train.checkpoint import contents, listing, metadata, reading
 from dit_train.checkpoint.manifest import RunState
-from dit_train.config import ConfigError
+from dit_train.checkpoint.saving import Saver
+from dit_train.checkpoint.writing import Retention
+from dit_train.config import ConfigError, ModelConfig, ParallelConfig
+from dit_train.data.sources import Summary
+from dit_train.parallel import shard
+from dit_train.parallel.mesh import joined
+from dit_train.parallel.shard import local
+from dit_train.run.ema import EMA
 from tests.checkpoint.trained import Trained, full_disk, names
 from tests.distributed.ranks import run, run_case
 
@@ -132,6 +141,34 @@ def case_metadata_that_one_rank_sees_doctored_is_refused_on_all(folder: Path):
         assert "builtins.print" in refusal(lambda: reading.load(found, other.model, other.ema, other.optimizer))
     finally:
         metadata.read = read
+
+
+def meshed(settings: ParallelConfig, seed: int) -> tuple[nn.Module, EMA, torch.optim.Optimizer]:
+    """A DiT over this mesh whose average and moments are numbers of their own."""
+    images = Summary(channels=1, image_size=8, num_classes=10, train_count=20, heldout_count=5)
+    with joined(settings) as world:
+        dit = shard.build(ModelConfig(width=32, depth=1, heads=2), settings, images, world, torch.float32, seed)
+    optimizer = optimizers.AdamW(optimizers.param_groups(dit), lr=0.1)
+    parts = (dit, EMA(dit, 0.5), optimizer)
+    for number, (name, tensor) in enumerate(sorted(contents.tensors(*parts).items())):
+        if name.startswith("optimizer."):
+            local(tensor).fill_(number + seed)
+    return parts
+
+
+def case_replicas_and_tensor_ranks_save_in_the_background_what_plain_shards_load(folder: Path):
+    for name, settings in {"replicas": {"replicas": 2}, "tensor": {"tensor": 2}}.items():
+        parts = meshed(ParallelConfig(device="cpu", **settings), 0)
+        before = {key: tensor.full_tensor().clone() for key, tensor in contents.tensors(*parts).items()}
+        retention = Retention(2)
+        with Saver(folder / name, *parts, fixed={}, retention=retention, background=True, say=print) as saver:
+            saver.save(RunState(step=1))
+            for tensor in contents.tensors(*parts).values():
+                local(tensor).zero_()
+        other = meshed(ParallelConfig(device="cpu"), 1)
+        reading.load(listing.find_latest(folder / name), *other)
+        for key, tensor in contents.tensors(*other).items():
+            assert torch.equal(tensor.full_tensor(), before[key]), (name, key)
 
 
 CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
