@@ -167,15 +167,23 @@ def _check_optimizer(config: Config, images: sources.Summary) -> None:
 def _check_history(config: Config) -> None:
     """Refuse to begin anew, which would drop the metrics, where checkpoints should be and are not.
 
-    An empty folder of checkpoints is another thing: the first saves failed or were cut off.
+    A run makes the folder before its first step: if that is gone, so are checkpoints. An empty one is another thing: the
+    first saves failed or were cut off.
     """
     rows = _last_step(Path(config.run.folder) / "metrics.jsonl")
-    missing = not listing.folder_of(config.run.folder).is_dir()
-    if missing and rows >= min(config.run.checkpoint_every, config.train.steps):
+    if rows and not listing.folder_of(config.run.folder).is_dir():
         raise ConfigError(
             f"run.folder: metrics.jsonl reaches step {rows}, but {listing.folder_of(config.run.folder)} has no "
             "checkpoint; put it back, or name another run.folder"
         )
+
+
+def _last_settings(config: Config) -> Config:
+    """Those that the last start wrote down, which may have saved less often; the present ones if it wrote none."""
+    try:
+        return overlays.read([Path(config.run.folder) / "config.yaml"])
+    except ConfigError:
+        return config
 
 
 def _last_step(path: Path) -> int:

@@ -167,14 +167,27 @@ def test_ranks_that_look_at_the_folder_at_once_do_not_take_each_other_for_a_run(
             pass
 
 
-def test_metrics_without_their_checkpoints_are_not_dropped(tmp_path):
+def killed(tmp_path, step, *, code=None):
+    """A run folder whose metrics reach a step and whose checkpoints are not there."""
     made = write_checkpoint(tmp_path, 500)
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 499, "loss": 1}\n{"step": 500, "loss": 1}\n')
     made.parent.rename(tmp_path / "run" / "checkpoints_bak")
+    (tmp_path / "run" / "metrics.jsonl").write_text(f'{{"step": {step}, "loss": 1}}\n')
+    if code is not None:
+        (tmp_path / "run" / "exit.json").write_text(json.dumps({"code": code}))
+
+
+@pytest.mark.parametrize(("step", "code"), [(501, None), (500, 0), (20, 85)])
+def test_metrics_without_their_checkpoints_are_not_dropped(tmp_path, step, code):
+    killed(tmp_path, step, code=code)
     text = refusal(tmp_path)
-    assert "reaches step 500" in text and "put it back" in text
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 99, "loss": 1}\n')  # killed before the first save
+    assert f"reaches step {step}" in text and "put it back" in text
+
+
+@pytest.mark.parametrize("step", [99, 500])
+def test_a_run_that_was_killed_before_or_in_its_first_save_begins_anew(tmp_path, step):
+    killed(tmp_path, step)
     assert plan(tmp_path).resume is None
+    assert plan(tmp_path, "--run.checkpoint_every", "50").resume is None  # it was to save at 500 when it was killed
 
 
 def test_steps_whose_first_save_failed_or_was_cut_off_begin_anew(tmp_path):
