@@ -12,6 +12,9 @@ from typing import Literal
 class ConfigError(ValueError):
     """A setting, or something that a setting names, is wrong; the message is one line that says what would be right."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()))  # a name or a value in it may have line breaks
+
 
 @dataclass(frozen=True)
 class ModelConfig:

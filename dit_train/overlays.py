@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
+import reprlib
 import types
 import typing
 from collections.abc import Sequence
@@ -47,11 +49,11 @@ def find(path: str | Path) -> Path:
         ConfigError: neither exists; names the nearest shipped file.
     """
     given = Path(path)
-    if given.is_file():
+    if os.path.isfile(given):  # unlike Path's it is false, and no error, for a name that no file can have
         return given
     shipped = shipped_configs()
     parts = given.parts[1:] if given.parts[:1] == ("configs",) else given.parts
-    if shipped.joinpath(*parts).is_file():
+    if ".." not in parts and os.path.isfile(shipped.joinpath(*parts)):
         return shipped.joinpath(*parts)
     known = [f"configs/{p.relative_to(shipped).as_posix()}" for p in sorted(shipped.rglob("*.yaml"))]
     raise ConfigError(f"{path}: no such config file{_nearest(str(path), known)}")
@@ -83,8 +85,8 @@ def _plain(value: Any) -> Any:
 def _load_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
-    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
+    except Exception as error:  # the loader raises whatever it meets: YAMLError, KeyError, AttributeError, …
+        reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{path}: cannot be read as YAML ({reason})") from None
     if values is None:
         return {}
@@ -135,8 +137,11 @@ class _Argument(str):
     def parsed(self) -> Any:
         try:
             return yaml.safe_load(self)
-        except yaml.YAMLError:
+        except Exception:  # as in `_load_yaml`
             return str(self)
+
+
+_DEPTH = 3  # no setting lies deeper; YAML's anchors can nest without end
 
 
 def _merge(base: dict[str, Any], layer: dict[str, Any], origin: str, origins: dict[str, str], prefix: str = "") -> None:
@@ -146,7 +151,7 @@ def _merge(base: dict[str, Any], layer: dict[str, Any], origin: str, origins: di
         name = below.get("name", AdamWConfig.name) if isinstance(below, dict) else None
         if isinstance(below, dict) and isinstance(value, dict) and value.get("name", name) == name:
             _merge(below, value, origin, origins, f"{path}.")
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) and prefix.count(".") < _DEPTH:
             base[key] = {}
             _merge(base[key], value, origin, origins, f"{path}.")
         else:
@@ -160,7 +165,7 @@ def _merge(base: dict[str, Any], layer: dict[str, Any], origin: str, origins: di
 def _build(cls: type, values: Any, path: str, origins: dict[str, str]) -> Any:
     """An instance of dataclass `cls` from a mapping, with unknown keys and wrong types refused."""
     if not isinstance(values, dict):
-        raise ConfigError(f"{_where(path, origins)}expected settings below it, not {values!r}")
+        raise ConfigError(f"{_where(path, origins)}expected settings below it, not {_shown(values)}")
     hints = typing.get_type_hints(cls)
     arguments = {}
     for key, value in values.items():
@@ -194,7 +199,9 @@ def _convert(hint: Any, value: Any, path: str, origins: dict[str, str]) -> Any:
         if value in typing.get_args(hint):
             return value
         if isinstance(value, str):
-            raise ConfigError(f"{_where(path, origins)}no such value {value!r}{_nearest(value, typing.get_args(hint))}")
+            raise ConfigError(
+                f"{_where(path, origins)}no such value {_shown(value)}{_nearest(value, typing.get_args(hint))}"
+            )
     elif typing.get_origin(hint) is tuple:
         kinds = typing.get_args(hint)
         if isinstance(value, list | tuple) and len(value) == len(kinds):
@@ -203,21 +210,23 @@ def _convert(hint: Any, value: Any, path: str, origins: dict[str, str]) -> Any:
         number = _as_float(value)
         if number is not None:
             return number
+    elif hint is int:
+        if type(value) is int and abs(value) < _INT_END:
+            return value
     elif (hint is type(None) and value is None) or (hint is not type(None) and type(value) is hint):
         return value
-    raise ConfigError(f"{_where(path, origins)}expected {_describe(hint)}, not {value!r}")
+    raise ConfigError(f"{_where(path, origins)}expected {_describe(hint)}, not {_shown(value)}")
 
 
 def _build_tagged(members: tuple[type, ...], value: Any, path: str, origins: dict[str, str]) -> Any:
     """The member of a tagged union whose ``name`` the mapping gives (default: the first)."""
     by_name = {typing.get_args(typing.get_type_hints(member)["name"])[0]: member for member in members}
     if not isinstance(value, dict):
-        raise ConfigError(f"{_where(path, origins)}expected settings below it, not {value!r}")
+        raise ConfigError(f"{_where(path, origins)}expected settings below it, not {_shown(value)}")
     name = value.get("name", next(iter(by_name)))
     if not isinstance(name, str) or name not in by_name:
-        raise ConfigError(
-            f"{_where(f'{path}.name', origins)}no such {path} {name!r}{_nearest(str(name), list(by_name))}"
-        )
+        near = _nearest(name if isinstance(name, str) else "", list(by_name))
+        raise ConfigError(f"{_where(f'{path}.name', origins)}no such {path} {_shown(name)}{near}")
     return _build(by_name[name], value, path, origins)
 
 
@@ -230,6 +239,22 @@ def _as_float(value: Any) -> float | None:
     except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
+
+
+class _Short(reprlib.Repr):
+    """Values as Python writes them, cut where they are long or deep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 100
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to write thousands of digits."""
+        return super().repr_int(x, level) if abs(x) < _INT_END else "a number beyond 64 bits"
+
+
+_INT_END = 2**63
+_shown = _Short().repr
 
 
 def _describe(hint: Any) -> str:
@@ -285,7 +310,7 @@ def _check_ranges(config: Config) -> None:
         for path in paths:
             value = _lookup(config, path)
             if value is not None and not holds(value):
-                raise ConfigError(f"{path}: {text}, not {value!r}")
+                raise ConfigError(f"{path}: {text}, not {_shown(value)}")
     for path in ("optimizer.betas", "optimizer.adamw.betas"):
         betas = _lookup(config, path)
         if betas is not None and not all(0 <= beta < 1 for beta in betas):

@@ -13,7 +13,7 @@ from dit_train.checkpoint import listing
 from dit_train.checkpoint.listing import Checkpoint
 from dit_train.config import Config, ConfigError
 from dit_train.data import sources
-from dit_train.model.sizes import check_model, mlp_width
+from dit_train.model.sizes import check_model, divisors_around, mlp_width
 from dit_train.run import folder
 
 _FIXED = ("model", "data", "objective.timesteps", "train.seed", "train.batch", "optimizer.name")
@@ -94,15 +94,13 @@ def _check_parallel(config: Config, ranks: int) -> int:
 def _check_batch(config: Config, ranks: int) -> None:
     batch, micro = config.train.batch, config.train.micro_batch
     if batch % ranks:
-        near = [n for n in range(1, batch + 1) if batch % n == 0]
-        below, above = max(n for n in near if n < ranks or n == 1), [n for n in near if n > ranks]
-        fits = " or ".join(str(n * config.parallel.tensor) for n in [below, *above[:1]])
+        near = sorted(set(divisors_around(batch, ranks)))
+        fits = " or ".join(str(n * config.parallel.tensor) for n in near)
         sharing = " that see different ones" if config.parallel.tensor > 1 else ""
         fix = f"use {fits} ranks, or a batch of {batch // ranks * ranks or ranks} or {(batch // ranks + 1) * ranks}"
         raise ConfigError(f"train.batch: {batch} images do not divide over {ranks} ranks{sharing}; {fix}")
     if micro is not None and (batch // ranks) % micro:
-        divisors = [n for n in range(1, batch // ranks + 1) if (batch // ranks) % n == 0]
-        nearest = min(divisors, key=lambda n: abs(n - micro))
+        nearest = min(divisors_around(batch // ranks, micro), key=lambda n: abs(n - micro))
         raise ConfigError(
             f"train.micro_batch: {micro} does not divide a rank's share of {batch // ranks} images; use {nearest}"
         )
@@ -128,7 +126,8 @@ def _check_score(config: Config, images: sources.Summary) -> None:
 
     from eval import extractors
 
-    blank = torch.zeros((1, images.channels, images.image_size, images.image_size), dtype=torch.uint8)
+    side = min(images.image_size, 1024)  # what fails for a larger one fails for this
+    blank = torch.zeros((1, images.channels, side, side), dtype=torch.uint8)
     try:
         extractors.load(settings.extractor or default_extractor(config.data.source), settings.weights)(blank)
     except (ValueError, TypeError, OSError) as error:
@@ -176,14 +175,6 @@ def _check_history(config: Config) -> None:
             f"run.folder: metrics.jsonl reaches step {rows}, but {listing.folder_of(config.run.folder)} has no "
             "checkpoint; put it back, or name another run.folder"
         )
-
-
-def _last_settings(config: Config) -> Config:
-    """Those that the last start wrote down, which may have saved less often; the present ones if it wrote none."""
-    try:
-        return overlays.read([Path(config.run.folder) / "config.yaml"])
-    except ConfigError:
-        return config
 
 
 def _last_step(path: Path) -> int:

@@ -10,6 +10,8 @@ from dit_train.config import ConfigError, DataConfig
 from dit_train.data.table import Table, every_nth, require_size
 
 SHAPES = ("disc", "square", "diamond", "ring", "cross")
+MOST = 10_000_000
+"""Images; their labels and places in the split are held in memory."""
 
 
 def synthetic(config: DataConfig) -> Table:
@@ -19,6 +21,8 @@ def synthetic(config: DataConfig) -> Table:
         raise ConfigError(
             f"data.count: must be at least data.classes ({config.classes}), and that 1, not {config.count}"
         )
+    if config.count > MOST:
+        raise ConfigError(f"data.count: at most {MOST:,} images are drawn, not {config.count}")
     labels = np.arange(config.count, dtype=np.int64) % config.classes
 
     def read(rows: np.ndarray) -> np.ndarray:

@@ -21,6 +21,9 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """Name to the fields of `ModelConfig` that it fixes."""
 
+_MOST_BLOCKS = 1000
+_FAR = 10_000  # so that the search ends for any number
+
 
 def sized(name: str, **fields: Any) -> ModelConfig:
     """The settings of a named size, with any other field of `ModelConfig` beside: ``sized("XL", patch=4)``.
@@ -50,6 +53,8 @@ def check_model(config: ModelConfig, image_size: int) -> None:
     for name in ("width", "depth", "heads", "patch", "adaln_rank"):
         if getattr(config, name) < 1:
             raise ConfigError(f"model.{name}: must be at least 1, not {getattr(config, name)}")
+    if config.depth > _MOST_BLOCKS:
+        raise ConfigError(f"model.depth: at most {_MOST_BLOCKS} blocks, not {config.depth}; the largest DiTs have 40")
     if mlp_width(config) < 1:
         raise ConfigError(f"model.mlp_ratio: {config.mlp_ratio} leaves the MLP empty; 4 is usual")
     if not 0.0 <= config.label_dropout <= 1.0:
@@ -70,4 +75,12 @@ def check_model(config: ModelConfig, image_size: int) -> None:
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
+    return min(divisors_around(number, wanted), key=lambda d: (abs(d - wanted), d))
+
+
+def divisors_around(number: int, wanted: int) -> tuple[int, int]:
+    """The largest divisor of `number` up to `wanted` and the smallest from it on; 1 and `number` if none is near."""
+    wanted = min(number, wanted)
+    lower = range(wanted, max(0, wanted - _FAR), -1)
+    upper = range(wanted, min(number, wanted + _FAR) + 1)
+    return next((d for d in lower if number % d == 0), 1), next((d for d in upper if number % d == 0), number)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dit_train.config import ConfigError, ParallelConfig
+from dit_train.run import stop
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def joined(config: ParallelConfig) -> Iterator[World]:
     # gloo beside NCCL: agreements on the CPU and checkpoints need no GPU memory
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, device_id=device if kind == "cuda" else None)
+        with stop.fatal():
+            dist.init_process_group(backend, device_id=device if kind == "cuda" else None)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield _world(config, device)

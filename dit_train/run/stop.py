@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGQUIT")
@@ -14,6 +15,19 @@ STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGQUIT")
 def heeded() -> list[str]:
     """The stop signals that this process was not told to ignore."""
     return [name for name in STOP_SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
+
+
+@contextmanager
+def fatal() -> Iterator[None]:
+    """Let the stop signals end this process at once, where it has nothing to save and waits in a call that holds off
+    Python's handlers, perhaps for a peer that will never come.
+    """
+    previous = {signal.Signals[name]: signal.signal(signal.Signals[name], signal.SIG_DFL) for name in heeded()}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class StopRequest:

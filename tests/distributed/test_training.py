@@ -37,6 +37,7 @@ def train(folder: Path, *arguments: str) -> None:
     from dit_train.run import loop
     from dit_train.run.stop import StopRequest
 
+    dist.barrier()  # the one before has let go of its folder
     base = folder.parent / "tiny.yaml"
     config = overlays.read([base], [*arguments, "--run.folder", str(folder)])
     plan = preflight.check(config, dist.get_world_size())
@@ -68,6 +69,18 @@ def accumulated(folder: Path) -> None:
     train(folder / "zero2", *OPTIMIZERS["muon"], "--parallel.reshard_after_forward", "false")
 
 
+DIVISIONS = [(micro, sync) for micro in ("null", "2", "1") for sync in ("true", "false")]
+THREEFOLD = ["--model.width", "36", "--optimizer.block_grid", "12"]  # blocks of 3 rows, whole on 1, 2 and 3 ranks
+
+
+def divided(folder: Path) -> None:
+    """One short run in every division of a rank's share, reducing after each piece or after the last."""
+    for micro, sync in DIVISIONS:
+        division = ["--train.micro_batch", micro, "--parallel.sync_every_micro_batch", sync]
+        arguments = ["--optimizer.name", "muon_bp", *MATRIX, *THREEFOLD, *division, "--train.steps", "8"]
+        train(folder / f"divided-{micro}-{sync}", *arguments, "--run.validate_every", "0")
+
+
 def with_a_broken_batch(folder: Path) -> None:
     """A run in which rank 1 alone meets a batch with an infinity, in step 5."""
     import torch.distributed as dist
@@ -91,6 +104,7 @@ def with_a_broken_batch(folder: Path) -> None:
 
 def each(folder: Path, names: list[str], resumed: list[str], accumulate: bool) -> None:
     all_runs(folder, names, resumed)
+    divided(folder)
     if accumulate:
         accumulated(folder)
         with_a_broken_batch(folder)
@@ -158,6 +172,17 @@ def test_ten_and_ten_resumed_steps_are_twenty_bit_for_bit(name):
 @pytest.mark.parametrize("name", ["micro", "deferred", "zero2"])
 def test_accumulation_and_resharding_do_not_change_the_run(name):
     assert furthest(losses(runs(2) / name), losses(runs(2) / "muon")) < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("micro", "sync"), DIVISIONS)
+def test_ranks_micro_batches_and_accumulation_together_change_nothing_but_the_order_of_sums(ranks, micro, sync):
+    def found(folder: Path) -> list[float]:
+        return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    reference = found(runs(1) / "divided-null-true")
+    assert len(reference) == 8
+    assert furthest(found(runs(ranks) / f"divided-{micro}-{sync}"), reference) < 1e-6
 
 
 def test_training_learns():
