@@ -85,6 +85,8 @@ def _start(config: Config, ranks: int, words: list[str], launching: bool, stop: 
         return launch(config, ranks, words, stop)
     from dit_train.run.loop import train
 
+    if stop.asked:  # nothing to save, and a peer who is gone already would be waited for
+        return exits.STOPPED
     return train(plan, stop)
 
 

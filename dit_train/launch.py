@@ -50,7 +50,7 @@ def _torchrun(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int | 
         run(parse_args([*options, *arguments]))
     except ChildFailedError as failed:  # the rank has told its own story on stderr
         codes = {failure.exitcode for failure in failed.failures.values()}
-        return exits.BAD_INPUT if exits.BAD_INPUT in codes else exits.FAILED
+        return next((code for code in (exits.BAD_INPUT, exits.STOPPED) if code in codes), exits.FAILED)
     except SignalException:
         return exits.STOPPED  # if before the first step, ranks had nothing to save
     return None
