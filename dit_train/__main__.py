@@ -25,9 +25,10 @@ usage: torchrun --nproc-per-node N -m dit_train CONFIG... [--section.key VALUE .
 
 Trains a class-conditional DiT. CONFIG files are laid over each other in order, then the command line; configs that
 come with the package are found by name (configs/quickstart/base.yaml). The same command again resumes; a finished
-run returns at once. `launch` checks everything first, starts N local ranks and returns the run's own exit code:
-0 done, 2 bad input, 85 asked to stop and resumable (also in RUN/exit.json). `verify` reads a run's checkpoints and
-returns 0 if all are as they were written, 2 if one is not.
+run returns at once. Where settings changed, those of the command win over the checkpoint's, or are refused if they
+would make it another model. `launch` checks everything first, starts N local ranks and returns the run's own exit code:
+0 done, 2 bad input, 85 asked to stop and resumable (also in RUN/exit.json).
+`verify` reads a run's checkpoints and returns 0 if all are as they were written, 2 if one is not.
 """
 
 _SECONDS_FOR_RANK_0 = 10
