@@ -102,9 +102,10 @@ def with_a_broken_batch(folder: Path) -> None:
         batch.draw = whole
 
 
-def each(folder: Path, names: list[str], resumed: list[str], accumulate: bool) -> None:
+def each(folder: Path, names: list[str], resumed: list[str], divide: bool, accumulate: bool) -> None:
     all_runs(folder, names, resumed)
-    divided(folder)
+    if divide:
+        divided(folder)
     if accumulate:
         accumulated(folder)
         with_a_broken_batch(folder)
@@ -120,7 +121,7 @@ def runs(ranks: int) -> Path:
     names = {1: list(OPTIMIZERS), 2: list(OPTIMIZERS), 3: ["adamw", "muon", "periodic_row_muon"]}
     names = names.get(ranks, ["muon_bp_grid", "block_muon_grid"])
     resumed = ["adamw", "muon", "muon_bp", "periodic_row_muon"] if ranks == 2 else []
-    run(each, ranks, folder, names, resumed, ranks == 2, timeout=400)
+    run(each, ranks, folder, names, resumed, ranks < 4, ranks == 2, timeout=600)
     return folder
 
 
