@@ -258,7 +258,8 @@ def test_a_run_that_is_killed_25_times_ends_as_the_one_that_was_not(tmp_path, mo
 
     last = Launched(words, tmp_path / "last.log")
     assert last.process.wait(5 * PATIENCE) == 0, (tmp_path / "last.log").read_text()[-3000:]
-    forker.start([*SETTINGS, "--run.folder", str(whole)], tmp_path / "whole.log")
+    once = ["--run.checkpoint_every", str(STEPS), "--run.folder", str(whole)]
+    forker.start([*SETTINGS, *once], tmp_path / "whole.log")
     assert forker.codes() == [0, 0], (tmp_path / "whole.log").read_text()[-3000:]
     assert [row["step"] for row in rows(folder)] == list(range(1, STEPS + 1))
     for key in ("loss", "grad_norm", "lr", "wire_bytes", "skipped"):
