@@ -167,6 +167,12 @@ def test_ranks_that_look_at_the_folder_at_once_do_not_take_each_other_for_a_run(
             pass
 
 
+def test_a_run_whose_saves_were_all_cut_off_begins_anew(tmp_path):
+    killed(tmp_path, 501)
+    (tmp_path / "run" / "checkpoints" / "step_0000500.tmp").mkdir(parents=True)
+    assert plan(tmp_path).resume is None
+
+
 def killed(tmp_path, step, *, code=None):
     """A run folder whose metrics reach a step and whose checkpoints are not there."""
     made = write_checkpoint(tmp_path, 500)
