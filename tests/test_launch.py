@@ -4,12 +4,13 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+
+from tests.test_kills import until
 
 ROOT = Path(__file__).parent.parent
 SMALL = (
@@ -177,11 +178,18 @@ def test_ranks_whose_launcher_is_killed_save_and_stop_and_keep_the_folder_until_
     assert (folder / "checkpoints" / f"step_{steps(folder)[-1]:07d}" / "state.json").is_file()
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt:")).split()[1], 16)
+    return bool(caught >> (number - 1) & 1)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_before_the_first_step_is_code_85_without_a_traceback(tmp_path, number):
     arguments = launch_arguments(tmp_path / "run", "--score.every", "0")
     with subprocess.Popen(command(*arguments), cwd=ROOT, stderr=subprocess.PIPE, text=True) as started:
-        time.sleep(1.5)  # python has started, torch is being imported
+        until(lambda: catches(started.pid, signal.SIGUSR1), "its handlers")  # torch is being imported then
         started.send_signal(number)
         errors = started.stderr.read()
     assert started.returncode == 85, errors
