@@ -166,8 +166,8 @@ def _check_optimizer(config: Config, images: sources.Summary) -> None:
 def _check_history(config: Config) -> None:
     """Refuse to begin anew, which would drop the metrics, where checkpoints should be and are not.
 
-    A run makes the folder before its first step: if that is gone, so are checkpoints. An empty one is another thing: the
-    first saves failed or were cut off.
+    A run makes the folder before its first step: if that is gone, so are checkpoints. An empty one is another thing:
+    the first saves failed or were cut off.
     """
     rows = _last_step(Path(config.run.folder) / "metrics.jsonl")
     if rows and not listing.folder_of(config.run.folder).is_dir():
