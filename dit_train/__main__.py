@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 import typing
 from collections.abc import Sequence
 from typing import Any
@@ -27,8 +28,9 @@ Trains a class-conditional DiT. CONFIG files are laid over each other in order, 
 come with the package are found by name (configs/quickstart/base.yaml). The same command again resumes; a finished
 run returns at once. Where settings changed, those of the command win over the checkpoint's, or are refused if they
 would make it another model. `launch` checks everything first, starts N local ranks and returns the run's own exit code:
-0 done, 2 bad input, 85 asked to stop and resumable (also in RUN/exit.json).
-`verify` reads a run's checkpoints and returns 0 if all are as they were written, 2 if one is not.
+0 done, 1 failed, 2 bad input, 85 asked to stop and resumable (also in RUN/exit.json). A run stops on a signal, at
+run.time_limit, or when there is a file RUN/stop. `verify` reads a run's checkpoints and returns 0 if all are as they
+were written, 2 if one is not.
 """
 
 _SECONDS_FOR_RANK_0 = 10
@@ -83,7 +85,7 @@ def _start(config: Config, ranks: int, words: list[str], launching: bool, stop: 
     if launching:
         from dit_train.launch import launch
 
-        return launch(config, ranks, words, stop)
+        return launch(plan, ranks, words, stop)
     from dit_train.run.loop import train
 
     if stop.asked:  # nothing to save, and a peer who is gone already would be waited for
@@ -145,8 +147,12 @@ def _help(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    if "RANK" in os.environ:  # gloo's threads abort the process now and then while the interpreter ends
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = exits.FAILED
+    if "RANK" in os.environ:  # gloo's threads abort the process now and then while the interpreter ends, NCCL's wait
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -64,6 +64,8 @@ class DataConfig:
     """synthetic: number of classes."""
     count: int = 2000
     """synthetic: number of images."""
+    unreadable: Literal["stop", "replace"] = "stop"
+    """image_folder: an image that cannot be decoded ends the run (code 2), or another of its class takes its place."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,20 @@ class TrainConfig:
     """Decay a step of the averaged weights that are sampled and scored."""
     ema_ramp: bool = True
     """Lower the decay of early steps t to (1 + t) / (10 + t), so that a short run is not scored on initial weights."""
+    deterministic: bool = False
+    """Repeat bit for bit on the same machine and number of ranks, with slower kernels where those are needed."""
+
+
+@dataclass(frozen=True)
+class FaultsConfig:
+    """Steps that go wrong; updates whose loss or gradient is not finite are always left out."""
+
+    spike_sigmas: float | None = 6.0
+    """Leave out an update whose loss or gradient norm lies so many standard deviations above the mean; null: never."""
+    window: int = 128
+    """Last steps that mean and deviation are taken over; nothing is a spike before half of them."""
+    stop_after: int = 25
+    """Updates left out in a row after which the run saves and ends with code 1."""
 
 
 @dataclass(frozen=True)
@@ -306,6 +322,12 @@ class RunConfig:
     """Before going on, read the newest checkpoint's files once more to compare them with their SHA-256."""
     tensorboard: bool = True
     """Write tensorboard/ beside metrics.jsonl."""
+    time_limit: float | None = None
+    """Seconds, or H:MM:SS, from the start of the command to its end; it saves and stops in time (code 85)."""
+    stall_seconds: float = 300.0
+    """Seconds without a step, a batch of an evaluation or a save after which stacks go to stalls/; 0: never."""
+    stall_ends_run: bool = False
+    """End the run then, with code 1."""
 
 
 @dataclass(frozen=True)
@@ -318,6 +340,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import os
+import re
 import reprlib
 import types
 import typing
@@ -231,9 +233,14 @@ def _build_tagged(members: tuple[type, ...], value: Any, path: str, origins: dic
 
 
 def _as_float(value: Any) -> float | None:
-    """A number; YAML 1.1 reads ``3e-4`` as text, so text that is a number counts."""
+    """A number; YAML 1.1 reads ``3e-4`` as text, so text that is a number counts.
+
+    It also reads ``3:55:00`` as seconds; so does this what YAML leaves as text, such as ``0:30:00``.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
+    if isinstance(value, str) and re.fullmatch(r"\d+(:[0-5]?\d){1,2}", value):
+        value = functools.reduce(lambda seconds, part: 60 * seconds + int(part), value.split(":"), 0)
     try:
         number = float(value)
     except (ValueError, OverflowError):
@@ -287,12 +294,13 @@ _POSITIVE = (
     "model.width model.depth model.heads model.patch model.mlp_ratio data.image_size data.classes data.count "
     "objective.logit_std optimizer.lr optimizer.ns_steps optimizer.bucket_mib optimizer.period optimizer.adamw.lr "
     "train.steps train.batch train.micro_batch train.clip_norm sample.steps sample.batch score.count "
-    "run.log_every run.validate_count run.checkpoint_every run.keep_checkpoints"
+    "run.log_every run.validate_count run.checkpoint_every run.keep_checkpoints run.time_limit "
+    "faults.spike_sigmas faults.stop_after"
 ).split()
 _NOT_NEGATIVE = (
     "optimizer.weight_decay optimizer.eps optimizer.adamw.eps optimizer.adamw.weight_decay optimizer.block_lr_ratio "
     "optimizer.row_lr_ratio optimizer.phase schedule.warmup_steps train.seed sample.grid sample.seed sample.guidance "
-    "score.every run.validate_every run.sample_every run.keep_every"
+    "score.every run.validate_every run.sample_every run.keep_every run.stall_seconds"
 ).split()
 _FRACTION = "model.label_dropout schedule.final_fraction".split()
 _BELOW_ONE = "optimizer.momentum train.ema_decay".split()
@@ -305,6 +313,7 @@ def _check_ranges(config: Config) -> None:
         (_FRACTION, lambda v: 0 <= v <= 1, "must lie in [0, 1]"),
         (_BELOW_ONE, lambda v: 0 <= v < 1, "must lie in [0, 1)"),
         (["data.heldout_every"], lambda v: v >= 2, "must be at least 2"),
+        (["faults.window"], lambda v: v >= 8, "must be at least 8"),
     )
     for paths, holds, text in rules:
         for path in paths:
@@ -315,6 +324,8 @@ def _check_ranges(config: Config) -> None:
         betas = _lookup(config, path)
         if betas is not None and not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"{path}: both must lie in [0, 1), not {list(betas)}")
+    if config.train.deterministic and config.train.compute_dtype == "auto":
+        raise ConfigError("train.compute_dtype: auto goes by a measurement; name fp32 or bf16 with train.deterministic")
     if not config.run.folder.strip():
         raise ConfigError("run.folder: must name a folder")
 

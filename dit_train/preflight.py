@@ -196,6 +196,7 @@ def _fixed_settings(config: Config, images: sources.Summary) -> dict[str, Any]:
 
     walk("", overlays.to_dict(config))
     del flat["data.path"]  # the same images may have moved
+    del flat["data.unreadable"]  # what to do about them may be decided when the first is met
     counts = {key: getattr(images, key) for key in ("num_classes", "train_count", "heldout_count")}
     return flat | {f"data ({key})": value for key, value in counts.items()}
 

@@ -172,6 +172,38 @@ def test_every_setting_has_a_type_and_a_default():
     walk(settings.Config)
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("3:55:00", 14100), ("0:30:00", 1800), ("03:55:00", 14100), ("59:30", 3570), ("90", 90)]
+)
+def test_a_time_is_the_same_seconds_from_the_command_line_and_from_a_file_where_yaml_reads_some_as_numbers(
+    tmp_path, text, seconds
+):
+    (tmp_path / "c.yaml").write_text(f"run: {{time_limit: {text}}}\n")
+    assert overlays.read([tmp_path / "c.yaml"]).run.time_limit == seconds
+    assert overlays.read([], ["--run.time_limit", text]).run.time_limit == seconds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--run.time_limit", "0"], "run.time_limit: must be above 0"),
+        (["--run.time_limit", "4 hours"], "run.time_limit: expected a finite number or null"),
+        (["--run.time_limit", "1:75:00"], "run.time_limit: expected a finite number or null"),
+        (["--run.stall_seconds", "-1"], "run.stall_seconds: must not be negative"),
+        (["--faults.window", "7"], "faults.window: must be at least 8"),
+        (["--faults.spike_sigmas", "0"], "faults.spike_sigmas: must be above 0"),
+        (["--faults.stop_after", "0"], "faults.stop_after: must be above 0"),
+        (["--fault.window", "9"], "did you mean faults"),
+        (["--data.unreadable", "skip"], "no such value 'skip'"),
+        (["--train.deterministic", "true"], "train.compute_dtype: auto goes by a measurement; name fp32 or bf16"),
+    ],
+)
+def test_settings_for_long_runs_are_refused_in_one_line(arguments, line):
+    with pytest.raises(ConfigError) as caught:
+        overlays.read([], arguments)
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_ranges_name_settings_that_exist():
     known = set()
     for name in ("adamw", "muon", "block_muon", "muon_bp", "periodic_row_muon"):

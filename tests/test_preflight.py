@@ -12,6 +12,7 @@ from dit_train import overlays, preflight
 from dit_train.checkpoint import manifest
 from dit_train.checkpoint.manifest import File, Manifest, RunState
 from dit_train.config import ConfigError
+from dit_train.launch import shutdown_seconds
 from dit_train.run import folder
 
 
@@ -296,3 +297,17 @@ def test_a_stop_before_the_last_evaluation_is_not_the_end(tmp_path):
 def test_a_resume_may_change_length_and_rate(tmp_path):
     write_checkpoint(tmp_path, 10)
     assert plan(tmp_path, "--train.steps", "900", "--optimizer.lr", "1", ranks=4).resume is not None
+
+
+def test_whether_unreadable_images_are_replaced_may_be_decided_later(tmp_path):
+    write_checkpoint(tmp_path)
+    assert plan(tmp_path, "--data.unreadable", "replace").resume.state.step == 10
+
+
+@pytest.mark.parametrize(("seconds", "shutdown"), [(0.0, 300), (20.0, 300), (150.5, 452)])
+def test_ranks_have_the_time_of_three_measured_saves_to_stop(tmp_path, seconds, shutdown):
+    where = write_checkpoint(tmp_path)
+    found = manifest.read(where)
+    found.run.save_seconds = seconds
+    manifest.write(where, found)
+    assert shutdown_seconds(plan(tmp_path)) == shutdown

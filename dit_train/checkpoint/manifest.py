@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -33,6 +33,16 @@ class RunState:
     """Wall time of steps, without scoring, sampling and saving."""
     skipped: int = 0
     """Updates left out since loss or gradient were not finite."""
+    spikes: int = 0
+    """Updates left out since loss or gradient norm lay far above those of the steps before."""
+    bad_in_a_row: int = 0
+    """Updates left out, of either kind, since the last one that was not."""
+    unreadable: int = 0
+    """Images trained on in place of unreadable ones."""
+    recent: list[list[float]] = field(default_factory=list, repr=False)
+    """Loss and gradient norm of the last steps, which spikes are told by; replaced each step, never changed."""
+    save_seconds: float = 0.0
+    """What the last save took; 0: none has been measured."""
     compute_dtype: str = ""
     """Precision of forward and backward, as configured or as ``auto`` chose."""
     evaluated: bool = True

@@ -29,7 +29,7 @@ from dit_train.run.ema import EMA
 
 _LONGEST_WRITE = timedelta(hours=2)
 """How long a rank waits for the slowest one's disk; one that has died is noticed at once."""
-_SECONDS_AFTER_AN_ERROR = 60
+_SECONDS_AFTER_AN_ERROR = 15
 
 
 class Saver:
@@ -72,6 +72,8 @@ class Saver:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if background else None
         self.snapshot = Snapshot(contents.tensors(model, ema, optimizer) if background else {})
         self._flight: Future[Outcome] | None = None
+        self.seconds = 0.0
+        """What the last save took, from its beginning to its commit; 0 before there was one."""
         self._waited = 0.0
         self._problem: str | None = None
 
@@ -118,6 +120,7 @@ class Saver:
         if outcome.problem is not None:
             self._say(f"{outcome.folder.name} could not be saved ({outcome.problem}); the checkpoints before it stay")
             return
+        self.seconds = outcome.seconds
         held = f", {self._waited:.2f} s of them between steps" if self._pool is not None else ""
         self._say(f"saved {outcome.folder} in {outcome.seconds:.1f} s{held}")
         if outcome.unpruned is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from dit_train.config import ConfigError, DataConfig
-from dit_train.data.table import Table, every_nth, require_size
+from dit_train.data.table import Table, Unreadable, every_nth, require_size
 from eval.decoding import center_crop
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -38,11 +39,13 @@ def image_folder(config: DataConfig) -> Table:
             with _opened(folder[0]):
                 pass
 
-    return Table(labels, every_nth(labels, config), read, 3, size, tuple(by_class), probe)
+    replace = config.unreadable == "replace"
+    table = Table(labels, every_nth(labels, config), read, 3, size, tuple(by_class), replace=replace)
+    return table if replace else dataclasses.replace(table, probe=probe)
 
 
 def decode(path: str, size: int) -> np.ndarray:
-    """One image as [3, size, size] uint8. Raises `ConfigError` that names the file if it cannot be decoded."""
+    """One image as [3, size, size] uint8. Raises `Unreadable` that names the file if it cannot be decoded."""
     with _opened(path) as image:
         image.load()
         opened = image.copy()
@@ -55,7 +58,7 @@ def _opened(path: str) -> Iterator[Image.Image]:
         with Image.open(path) as image:
             yield image
     except Exception as error:  # decoders raise whatever they meet: OSError, SyntaxError, zlib.error, ...
-        raise ConfigError(f"{path} cannot be read as an image ({type(error).__name__}); replace it") from error
+        raise Unreadable(f"{path} cannot be read as an image ({type(error).__name__}); replace it") from error
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

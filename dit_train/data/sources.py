@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dit_train.config import DataConfig
 from dit_train.data import arrays, folder, shapes
-from dit_train.data.table import Table
+from dit_train.data.table import Table, Unreadable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +28,9 @@ _OPENERS: dict[str, Callable[[DataConfig], Table]] = {
 }
 
 
+_DRAWS_FOR_A_REPLACEMENT = 20  # where so many of a class are unreadable, the disk is
+
+
 @dataclass(frozen=True)
 class Source:
     """Images [N, C, H, W] and labels [N] by index, decoded as they are asked for."""
@@ -33,15 +38,57 @@ class Source:
     table: Table
     rows: np.ndarray
     """Rows of the table that belong to this part, [len] int64, rising."""
+    _instead: dict[int, int] = field(default_factory=dict, repr=False)
+    """The row that is read in place of each that this process has found unreadable."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def images(self, indices: Sequence[int] | np.ndarray) -> Tensor:
-        """[N] integers in 0..len−1 -> [N, C, H, W] uint8 on the CPU; `ConfigError` names a file that can't be read."""
+        """[N] integers in 0..len−1 -> [N, C, H, W] uint8 on the CPU.
+
+        Raises `Unreadable`, a `ConfigError` that names the file, for an image that can't be read and is not replaced.
+        """
         import torch  # here, so that a check of the settings starts at once
 
-        return torch.from_numpy(self.table.read(self.rows[np.asarray(indices, dtype=np.int64)]))
+        rows = self.rows[np.asarray(indices, dtype=np.int64)]
+        if not self.table.replace:
+            return torch.from_numpy(self.table.read(rows))
+        try:
+            return torch.from_numpy(self.table.read(self._readable(rows)))
+        except Unreadable:
+            return torch.from_numpy(np.concatenate([self._read_or_replace(int(row)) for row in rows]))
+
+    def count_replaced(self, indices: Sequence[int] | np.ndarray) -> int:
+        """How many of the images that `images` gave for these indices stand in for unreadable ones."""
+        return sum(int(row) in self._instead for row in self.rows[np.asarray(indices, dtype=np.int64)])
+
+    def _readable(self, rows: np.ndarray) -> np.ndarray:
+        return np.array([self._instead.get(int(row), int(row)) for row in rows], dtype=np.int64)
+
+    def _read_or_replace(self, row: int) -> np.ndarray:
+        """[1, C, H, W] uint8 of a row, or of another of its class and part, drawn from the row's number alone."""
+        from dit_train.rng import stream
+
+        try:
+            return self.table.read(self._readable(np.array([row])))
+        except Unreadable as error:
+            first = error
+        peers = self.rows[self.table.labels[self.rows] == self.table.labels[row]]
+        draw = stream(0, "unreadable", row)
+        for other in map(int, draw.choice(peers, _DRAWS_FOR_A_REPLACEMENT)):
+            with contextlib.suppress(Unreadable):
+                image = self.table.read(np.array([other]))
+                self._instead[row] = other
+                self._tell(str(first))
+                return image
+        raise Unreadable(f"{first}; so are {_DRAWS_FOR_A_REPLACEMENT} of its class drawn in its place")
+
+    def _tell(self, reason: str) -> None:
+        """A line for each file at first, then at the 16th, 32nd, 64th, …: a broken disk must not fill the log."""
+        count = len(self._instead)
+        if count <= 10 or (count >= 16 and count.bit_count() == 1):
+            print(f"data: {reason}. Another of its class takes its place ({count} so far)", file=sys.stderr, flush=True)
 
     def labels(self, indices: Sequence[int] | np.ndarray) -> Tensor:
         """[N] integers in 0..len−1 -> [N] int64 on the CPU."""

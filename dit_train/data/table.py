@@ -10,6 +10,10 @@ import numpy as np
 from dit_train.config import ConfigError, DataConfig
 
 
+class Unreadable(ConfigError):
+    """A sample cannot be decoded; the message names its file."""
+
+
 @dataclass(frozen=True)
 class Table:
     """All images of a source, before they are split in two."""
@@ -19,12 +23,14 @@ class Table:
     heldout: np.ndarray
     """[n] bool."""
     read: Callable[[np.ndarray], np.ndarray]
-    """Rows [N] int64 -> images [N, C, H, W] uint8, an array of its own."""
+    """Rows [N] int64 -> images [N, C, H, W] uint8, an array of its own; may raise `Unreadable`."""
     channels: int
     image_size: int
     class_names: tuple[str, ...]
     probe: Callable[[], None] = lambda: None
     """Looks at a few images without decoding them; raises `ConfigError`."""
+    replace: bool = False
+    """Whether another image of its class takes the place of one that is unreadable."""
 
 
 def every_nth(labels: np.ndarray, config: DataConfig) -> np.ndarray:

@@ -24,6 +24,8 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     """Of ``replicate`` (only with several replicas), ``shard`` and ``tensor`` (only with tensor parallelism)."""
+    store: dist.Store | None = None
+    """Of the process group; None where the caller has started it."""
 
     @property
     def is_main(self) -> bool:
@@ -97,19 +99,23 @@ def joined(config: ParallelConfig) -> Iterator[World]:
         return
     # gloo beside NCCL: agreements on the CPU and checkpoints need no GPU memory
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    device_id = device if kind == "cuda" else None
     if "RANK" in os.environ:
         with stop.fatal():
-            dist.init_process_group(backend, device_id=device if kind == "cuda" else None)
+            store, rank, size = next(iter(dist.rendezvous("env://")))
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device_id)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    yield _world(config, device)
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device_id)
+    yield _world(config, device, store)
     # not after an error: the peers may sit in a collective, and NCCL would wait for them here
     dist.barrier()  # gloo aborts now and then when a peer leaves while another still talks
     dist.destroy_process_group()
 
 
-def _world(config: ParallelConfig, device: torch.device) -> World:
+def _world(config: ParallelConfig, device: torch.device, store: dist.Store | None = None) -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
     sizes = {"replicate": config.replicas, "shard": size // (config.replicas * config.tensor), "tensor": config.tensor}
     kept = {name: number for name, number in sizes.items() if number > 1 or name == "shard"}
-    return World(rank, size, device, init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept)))
+    mesh = init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    return World(rank, size, device, mesh, store)

@@ -29,13 +29,15 @@ class Batch:
     """Classes with some replaced by the null class, int64 [n]."""
     target: torch.Tensor
     """Velocity noise − x0, fp32 [n, C, H, W]."""
+    replaced: int = 0
+    """How many of the images stand in for unreadable ones."""
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device."""
         parts = (self.x_t, self.t, self.labels, self.target)
         if device.type == "cuda":
             parts = tuple(part.pin_memory() for part in parts)
-        return Batch(*(part.to(device, non_blocking=True) for part in parts))
+        return Batch(*(part.to(device, non_blocking=True) for part in parts), self.replaced)
 
     def split(self, size: int) -> Iterator[Batch]:
         """Micro-batches of `size`."""
@@ -59,7 +61,8 @@ def draw(config: Config, data: Dataset, step: int, slots: range) -> Batch:
     t = draw_timesteps(config.objective, seed, step, batch)[slots.start : slots.stop]
     dropped = rng.uniform(seed, "label", step, samples=slots) < config.model.label_dropout
     labels = torch.where(dropped, data.num_classes, data.train.labels(positions))
-    return Batch(interpolate(x0, noise, t), t, labels, velocity(x0, noise))
+    replaced = data.train.count_replaced(positions)
+    return Batch(interpolate(x0, noise, t), t, labels, velocity(x0, noise), replaced)
 
 
 class Prefetcher:
@@ -80,8 +83,8 @@ class Prefetcher:
         return batch
 
     def close(self) -> None:
-        """Stop the thread."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Stop the thread; not waited for, since it may hang on a disk while this rank has an error to tell."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, step: int) -> Future[Batch]:
         return self._pool.submit(draw, *self._arguments, step, self._slots)

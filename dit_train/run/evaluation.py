@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -48,9 +49,10 @@ class Evaluation:
         return self._run.state.step % every == 0 or self._run.state.step == self._run.config.train.steps
 
     def _losses(self, heldout: HeldOut) -> dict[str, Any]:
-        loss = heldout.loss(self._run.model)
+        beat = functools.partial(self._run.beat, "a batch of the held-out loss")
+        loss = heldout.loss(self._run.model, beat)
         with self._run.ema.applied():
-            averaged = heldout.loss(self._run.model)
+            averaged = heldout.loss(self._run.model, beat)
         return {"heldout_loss": averaged, "heldout_loss_raw": loss, "heldout_count": heldout.count}
 
     def _report(self, found: dict[str, Any], kind: str) -> None:
@@ -99,6 +101,7 @@ class Scorer:
         countdown = run.reporter.countdown("sampling")
 
         def progress(done: int, total: int) -> None:
+            run.beat("a batch of the score")
             countdown(done, total)
             if done < total and faults.any_asked(stop.asked):
                 raise Stopped

@@ -1,26 +1,38 @@
-"""Asked to stop, and numbers that are not finite: decided alike on all ranks."""
+"""Steps that must not update the weights, and requests to stop: decided alike on all ranks."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import defaultdict
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dit_train.checkpoint.manifest import RunState
+from dit_train.config import FaultsConfig
 from dit_train.parallel.shard import local
 
+Verdict = Literal["sound", "not finite", "spike"]
+_LEAST_DEVIATION = 0.01
+"""Of the mean; a loss that hardly varies would else make a spike of every ripple."""
 
-def agree(loss_sum: torch.Tensor, asked: bool) -> tuple[float, bool]:
-    """The loss summed over ranks, and whether any rank was asked to stop: one small all-reduce.
 
-    Ranks of a tensor group, which see the same images, each bring their part of the group's sum.
+def agree(loss_sum: torch.Tensor, norm: torch.Tensor, replaced: float, asked: bool) -> tuple[float, float, int, bool]:
+    """What all ranks go by, of one small all-reduce.
+
+    The loss summed over ranks, the gradient norm (theirs is alike, but for a decision it must be so to the last bit),
+    the images replaced by others, and whether any rank was asked to stop. Ranks of a tensor group, which see the same
+    images, each bring their part of the group's sums.
     """
-    packed = torch.stack([loss_sum.detach().double(), torch.full_like(loss_sum, float(asked)).double()])
+    mine = torch.tensor([replaced, float(asked)], dtype=torch.float64).to(loss_sum.device, non_blocking=True)
+    packed = torch.cat([torch.stack([loss_sum.detach(), norm.detach()]).double(), mine])
     dist.all_reduce(packed)
-    total, stops = packed.tolist()
-    return total, stops > 0
+    total, norms, images, stops = packed.tolist()
+    return total, norms / dist.get_world_size(), round(images), stops > 0
 
 
 def any_asked(asked: bool) -> bool:
@@ -28,6 +40,13 @@ def any_asked(asked: bool) -> bool:
     flag = torch.tensor(int(asked))
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag)
+
+
+def stop_reason(reason: str | None) -> str:
+    """Why the ranks stop, as the first that was asked knows it; every rank calls it."""
+    told = [reason] * dist.get_world_size()
+    dist.all_gather_object(told, reason)
+    return next((word for word in told if word is not None), "a stop")
 
 
 def gradient_norm(model: nn.Module) -> torch.Tensor:
@@ -45,3 +64,45 @@ def clip(model: nn.Module, largest: float, norm: torch.Tensor) -> None:
     by = torch.clamp(largest / (norm + 1e-6), max=1.0)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     torch._foreach_mul_([local(gradient) for gradient in gradients], by)
+
+
+def judge(state: RunState, settings: FaultsConfig, loss: float, norm: float) -> Verdict:
+    """Whether a step may update the weights, by its loss and gradient norm; counted in `state`.
+
+    A spike lies more than `spike_sigmas` standard deviations above the mean of the last `window` steps, once half of
+    them are there. What is remembered of a spike is that limit, so that a level which stays up widens the statistics
+    step by step, until it is sound again.
+    """
+    verdict: Verdict = "sound"
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        verdict = "not finite"
+        state.skipped += 1
+    elif settings.spike_sigmas is not None:
+        limits = _limits(state.recent, settings.spike_sigmas, settings.window)
+        if loss > limits[0] or norm > limits[1]:
+            verdict = "spike"
+            state.spikes += 1
+        seen = [min(loss, limits[0]), min(norm, limits[1])]
+        state.recent = [*state.recent, seen][-settings.window :]
+    state.bad_in_a_row = 0 if verdict == "sound" else state.bad_in_a_row + 1
+    return verdict
+
+
+def _limits(recent: list[list[float]], sigmas: float, window: int) -> tuple[float, float]:
+    """Largest loss and gradient norm that are no spikes; the same bits whatever came before the window."""
+    recent = recent[-window:]
+    if len(recent) < window // 2:
+        return math.inf, math.inf
+    limits = []
+    for values in zip(*recent, strict=True):
+        mean = statistics.fmean(values)
+        deviation = math.sqrt(statistics.fmean((value - mean) ** 2 for value in values))
+        limits.append(mean + sigmas * max(deviation, _LEAST_DEVIATION * abs(mean)))
+    return limits[0], limits[1]
+
+
+def weights_are_finite(model: nn.Module) -> bool:
+    """Whether no weight of any rank is infinite or not a number; every rank calls it."""
+    with torch.no_grad():
+        mine = all(bool(local(parameter).isfinite().all()) for parameter in model.parameters())
+    return not any_asked(not mine)

@@ -2,6 +2,8 @@
 
 RUN/config.yaml   resolved settings; its header is how a run folder is known
 RUN/exit.json     the code of the last start, where torchrun would turn each into 1
+RUN/stop          made by a person to have the run save and stop; removed when it does
+RUN/stalls/       stacks of ranks that stalled
 RUN/lock          held by the main rank while it runs
 """
 
@@ -19,8 +21,9 @@ from dit_train.config import ConfigError
 from eval.files import try_lock
 
 HEADER = "# dit-train: "
-_FILES = ("config.yaml", "metrics.jsonl", "scores.jsonl", "exit.json", "lock")
-_FOLDERS = ("checkpoints", "samples", "tensorboard")
+STOP_FILE = "stop"
+_FILES = ("config.yaml", "metrics.jsonl", "scores.jsonl", "exit.json", "lock", STOP_FILE)
+_FOLDERS = ("checkpoints", "samples", "tensorboard", "stalls")
 _SECONDS_A_LOOK_MAY_LAST = 1.0  # of a process that only asks whether the folder is in use
 
 
@@ -108,9 +111,9 @@ def recorded(run: str | Path) -> int | None:
 
 
 def _is_free(folder: Path) -> bool:
-    """Whether a run may use it: it is a run's, empty, not there yet, or holds a code alone."""
+    """Whether a run may use it: it is a run's, empty, not there yet, or holds what a start leaves before its config."""
     if not folder.is_dir():
         return not os.path.lexists(folder)
     if (folder / "config.yaml").is_file():
         return is_run(folder)
-    return {path.name for path in folder.iterdir()} <= {"exit.json", "lock"}
+    return {path.name for path in folder.iterdir()} <= {"exit.json", "lock", "stalls", STOP_FILE}

@@ -2,72 +2,72 @@
 
 from __future__ import annotations
 
-import math
-import os
-import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dit_train import exits
 from dit_train.checkpoint import listing
+from dit_train.checkpoint.manifest import RunState
 from dit_train.checkpoint.saving import Saver
 from dit_train.checkpoint.writing import Retention
-from dit_train.config import ConfigError
 from dit_train.diffusion.objectives import velocity_loss
-from dit_train.parallel.mesh import joined
+from dit_train.parallel.mesh import World, joined
 from dit_train.preflight import Plan
-from dit_train.run import faults, folder, schedule
+from dit_train.run import failure, faults, folder, schedule
 from dit_train.run.batch import Batch, Prefetcher, share
 from dit_train.run.evaluation import Evaluation
 from dit_train.run.metrics import Stopwatch
-from dit_train.run.setup import Run, hold_folder, prepare
+from dit_train.run.peers import Peers
+from dit_train.run.setup import Run, determinism, hold_folder, prepare
 from dit_train.run.stop import StopRequest
+from dit_train.run.watchdog import Watchdog
+
+_SAVE_SECONDS_UNMEASURED = 20.0
+_SAVE_PATIENCE = 60.0  # seconds that a save may take before it counts as no progress
 
 
 def train(plan: Plan, stop: StopRequest) -> int:
-    """Train, or go on, to the last step; returns the exit code, on which all ranks agree unless one met bad input."""
-    try:
-        with joined(plan.config.parallel) as world, hold_folder(plan, world):
-            run = prepare(plan, world)
-            with run.reporter, saver_of(run) as saver:
-                finished = _train(run, stop, saver)
-            code = exits.DONE if finished else exits.STOPPED
-            message = "done" if finished else f"stopped after step {run.state.step}; the same command goes on"
-            run.reporter.say(message)
-            if world.is_main:
-                folder.record(plan.config.run.folder, code, message)
-            return exits.of_rank(code)
-    except ConfigError as error:
-        return _leave(plan.config.run.folder, error)
-    except BrokenPipeError:
-        raise  # whoever reads our output is gone; the folder is sound
-    except OSError as error:  # no space, a disk that is gone, …
-        return _leave(plan.config.run.folder, ConfigError(f"run.folder: {error}; mend it and run the same command"))
-    except RuntimeError:
-        if folder.recorded(plan.config.run.folder) == exits.BAD_INPUT:
-            return exits.BAD_INPUT  # a peer has left with bad input and said so; the broken collective is its echo
-        raise
+    """Train, or go on, to the last step; returns the exit code, on which all ranks agree.
 
-
-def _leave(run_folder: str, error: ConfigError) -> int:
-    """Bad input that this rank met after the start, for example an unreadable image: torchrun ends the others.
-
-    Where all met it, one line is enough: whoever finds the code recorded keeps quiet.
+    Raises:
+        ConfigError: the run folder cannot be had; on all ranks.
     """
-    for _ in range(30 if int(os.environ.get("RANK", 0)) else 0):
-        if folder.recorded(run_folder) == exits.BAD_INPUT:
-            break
-        time.sleep(0.1)
-    if folder.recorded(run_folder) != exits.BAD_INPUT:
-        folder.record(run_folder, exits.BAD_INPUT, str(error))
-        print(f"dit_train: {error}", file=sys.stderr, flush=True)
-    return exits.BAD_INPUT
+    config = plan.config
+    try:
+        with determinism(config.train.deterministic), joined(config.parallel) as world, hold_folder(plan, world):
+            peers = [Peers(world.store, world.rank, world.size) for _ in range(2)]  # one a thread
+            with Watchdog(config.run, stop, peers[1]) as watchdog:
+                try:
+                    return _run(plan, world, stop, watchdog)
+                except Exception as error:
+                    raise failure.leave(config.run.folder, peers[0], error) from None
+    except failure.Left as left:
+        return left.code
 
 
-def _train(run: Run, stop: StopRequest, saver: Saver) -> bool:
-    """Steps to the end, or until a rank is asked to stop; whether the end was reached."""
+def _run(plan: Plan, world: World, stop: StopRequest, watchdog: Watchdog) -> int:
+    """Everything that a rank does while it holds the run folder."""
+    settings = plan.config.run
+    file = Path(settings.folder) / folder.STOP_FILE
+    stop.heed(file=file if world.is_main else None, time_limit=settings.time_limit)
+    run = prepare(plan, world, watchdog.beat)
+    with run.reporter:
+        with saver_of(run) as saver:
+            code, message = _train(run, stop, saver)
+        run.reporter.say(message)
+    stop.consume()
+    if world.is_main:
+        folder.record(settings.folder, code, message)
+    dist.barrier()  # the watchdog gives signs of life until all are done
+    return exits.of_rank(code)
+
+
+def _train(run: Run, stop: StopRequest, saver: Saver) -> tuple[int, str]:
+    """Steps to the end, or until a rank is asked to stop or no step is sound; exit code and what happened."""
     config, state = run.config, run.state
     steps = config.train.steps
     slots = share(config.train.batch, run.world.data_rank, run.world.data_size)
@@ -77,7 +77,7 @@ def _train(run: Run, stop: StopRequest, saver: Saver) -> bool:
     if not state.evaluated:  # an earlier start was stopped before what was due
         state.evaluated = evaluation.after_step()
         if not state.evaluated:
-            return False
+            return _stopped(run, stop)
         if run.world.is_main and run.plan.resume:
             listing.mark_evaluated(run.plan.resume)
     try:
@@ -87,14 +87,13 @@ def _train(run: Run, stop: StopRequest, saver: Saver) -> bool:
             waited = time.perf_counter() - start
             loss, norm, stopping = _forward_backward(run, batch, stop)
             lr = _set_learning_rate(run)
-            sound = math.isfinite(loss) and math.isfinite(norm)  # the same two numbers on all ranks
-            if sound:
+            verdict = faults.judge(state, config.faults, loss, norm)  # the same on all ranks
+            if verdict == "sound":
                 with optimizer_time.running():
                     run.optimizer.step()
                 run.ema.update(state.step)
             run.optimizer.zero_grad(set_to_none=True)
             state.step += 1
-            state.skipped += not sound
             row: dict[str, Any] = {
                 "step": state.step,
                 "images": state.step * config.train.batch,
@@ -102,25 +101,62 @@ def _train(run: Run, stop: StopRequest, saver: Saver) -> bool:
                 "lr": lr,
                 "grad_norm": norm,
                 "optimizer_ms": optimizer_time.milliseconds(),
-                "wire_bytes": run.optimizer.wire_bytes if sound else 0,
+                "wire_bytes": run.optimizer.wire_bytes if verdict == "sound" else 0,
                 "data_wait_ms": 1e3 * waited,
                 "skipped": state.skipped,
+                "spikes": state.spikes,
+                "unreadable": state.unreadable,
             }
             seconds = time.perf_counter() - start
             state.train_seconds += seconds
+            state.save_seconds = saver.seconds or state.save_seconds
+            stop.reserve = _reserve(state, seconds)
             run.reporter.step({**row, "step_ms": 1e3 * seconds, "train_seconds": state.train_seconds})
-            if not sound and state.skipped.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
-                run.reporter.say(f"loss or gradient of step {state.step} not finite; {state.skipped} updates skipped")
+            if verdict != "sound":
+                _say_skipped(run, verdict, loss, norm)
+            run.beat(f"step {state.step}")
+            if state.bad_in_a_row >= config.faults.stop_after:
+                return _unsound(run, saver)
             saver.poll()
             state.evaluated = not stopping and evaluation.after_step()
             stopping = not state.evaluated
             if stopping or state.step == steps or state.step % config.run.checkpoint_every == 0:
-                saver.save(state)
+                _save(run, saver)
             if stopping:
-                return False
-        return True
+                return _stopped(run, stop)
+        return exits.DONE, "done"
     finally:
         batches.close()
+
+
+def _stopped(run: Run, stop: StopRequest) -> tuple[int, str]:
+    reason = faults.stop_reason(stop.reason)
+    return exits.STOPPED, f"stopped after step {run.state.step} ({reason}); the same command goes on"
+
+
+def _unsound(run: Run, saver: Saver) -> tuple[int, str]:
+    """End a run that makes no more updates, with a checkpoint if the weights are of use."""
+    state = run.state
+    what = f"no update since step {state.step - state.bad_in_a_row}: {state.bad_in_a_row} in a row were left out"
+    state.bad_in_a_row, state.evaluated = 0, True  # a resume gets as many steps again
+    if faults.weights_are_finite(run.model):
+        _save(run, saver)
+        fix = "the weights are sound and saved; lower optimizer.lr, or raise faults.spike_sigmas if they were spikes"
+    else:
+        fix = "the weights are not finite and not saved; lower optimizer.lr and go on from the last checkpoint"
+    return exits.FAILED, f"{what}; {fix}"
+
+
+def _reserve(state: RunState, step_seconds: float) -> float:
+    """Seconds to keep for three saves and a step."""
+    return 3 * (state.save_seconds or _SAVE_SECONDS_UNMEASURED) + 2 * step_seconds
+
+
+def _say_skipped(run: Run, verdict: faults.Verdict, loss: float, norm: float) -> None:
+    count = run.state.skipped if verdict == "not finite" else run.state.spikes
+    if count.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
+        what = f"loss {loss:.4g} or gradient norm {norm:.4g} is {'a spike' if verdict == 'spike' else verdict}"
+        run.reporter.say(f"step {run.state.step}: {what}; update left out, {count} so far")
 
 
 def _forward_backward(run: Run, batch: Batch, stop: StopRequest) -> tuple[float, float, bool]:
@@ -136,10 +172,12 @@ def _forward_backward(run: Run, batch: Batch, stop: StopRequest) -> tuple[float,
         (losses.sum() / size).backward()  # FSDP2 averages over data ranks, whose shares are equal
         loss_sum += losses.detach().sum()
     norm = faults.gradient_norm(run.model)
-    total, stopping = faults.agree(loss_sum / run.world.tensor_size, stop.asked)
     if train.clip_norm is not None:
         faults.clip(run.model, train.clip_norm, norm)
-    return total / train.batch, norm.item(), stopping
+    part = 1 / run.world.tensor_size  # ranks of a tensor group have seen the same images
+    total, agreed_norm, replaced, stopping = faults.agree(part * loss_sum, norm, part * batch.replaced, stop.asked)
+    run.state.unreadable += replaced
+    return total / train.batch, agreed_norm, stopping
 
 
 def _set_learning_rate(run: Run) -> float:
@@ -148,6 +186,14 @@ def _set_learning_rate(run: Run) -> float:
     for group, peak in zip(run.optimizer.param_groups, run.peak_lrs, strict=True):
         group["lr"] = peak * factor
     return run.optimizer.param_groups[0]["lr"]
+
+
+def _save(run: Run, saver: Saver) -> None:
+    """Write a checkpoint, or begin to; the watchdog is told that it may take longer than a step."""
+    patience = max(_SAVE_PATIENCE, 3 * run.state.save_seconds)
+    run.beat(f"step {run.state.step}", patience=patience)
+    saver.save(run.state)
+    run.beat(f"the save of step {run.state.step}", patience=patience if saver.busy else 0.0)
 
 
 def saver_of(run: Run) -> Saver:

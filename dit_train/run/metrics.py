@@ -24,14 +24,20 @@ class JsonLines:
         beside = path.with_suffix(".tmp")
         beside.write_text("".join(f"{line}\n" for line in kept))
         beside.replace(path)
-        self._file = path.open("a", buffering=1)
+        self._file = path.open("ab", buffering=0)
+        self._owed = b""
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a line; a number that is not finite becomes null, since JSON has none."""
+        """Append a line; a number that is not finite becomes null, since JSON has none.
+
+        Raises `OSError` where the disk is full; a later call then writes what is owed, so no line is lost or cut.
+        """
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
         }
-        self._file.write(json.dumps(finite) + "\n")
+        self._owed += f"{json.dumps(finite)}\n".encode()
+        while self._owed:
+            self._owed = self._owed[self._file.write(self._owed) :]
 
     def close(self) -> None:
         """Close the file."""

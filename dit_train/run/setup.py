@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -44,6 +45,8 @@ class Run:
     """Learning rate of each group before the schedule."""
     state: RunState
     reporter: Reporter
+    beat: Callable[..., None]
+    """Told whatever has ended: see `Watchdog.beat`."""
 
     @property
     def config(self) -> Config:
@@ -51,8 +54,8 @@ class Run:
         return self.plan.config
 
 
-def prepare(plan: Plan, world: World) -> Run:
-    """Build the run and load its newest checkpoint."""
+def prepare(plan: Plan, world: World, beat: Callable[..., None] = lambda *_, **__: None) -> Run:
+    """Build the run and load its newest checkpoint; `beat` is called as the run moves."""
     config = plan.config
     _agree(plan, world)
     data = sources.load(config.data)
@@ -86,7 +89,7 @@ def prepare(plan: Plan, world: World) -> Run:
         reporter.say(f"going on after step {state.step} from {plan.resume.folder}")
         for line in changed:
             reporter.say(f"changed since the last start: {line}")
-    return Run(plan, world, data, model, ema, steps, peak_lrs, state, reporter)
+    return Run(plan, world, data, model, ema, steps, peak_lrs, state, reporter, beat)
 
 
 def _agree(plan: Plan, world: World) -> None:
@@ -122,15 +125,42 @@ def _choose_dtype(config: Config, data: Dataset, world: World, state: RunState) 
 
 @contextmanager
 def hold_folder(plan: Plan, world: World) -> Iterator[None]:
-    """Make the run folder and keep other runs out of it; all ranks wait until the main one has it."""
+    """Make the run folder and keep other runs out of it; all ranks wait until the main one has it.
+
+    Raises:
+        ConfigError: it cannot be made or another run holds it; on all ranks.
+    """
     path = plan.config.run.folder
     with ExitStack() as held:
+        refused: list[str | None] = [None]
         if world.is_main:
-            Path(path).mkdir(parents=True, exist_ok=True)
-            held.enter_context(folder.locked(path))
-            folder.forget(path)
-        dist.barrier()
+            try:
+                Path(path).mkdir(parents=True, exist_ok=True)
+                held.enter_context(folder.locked(path))
+                folder.forget(path)
+            except ConfigError as error:
+                refused = [str(error)]
+            except OSError as error:
+                refused = [f"run.folder: {error}; mend it and run the same command"]
+        dist.broadcast_object_list(refused)
+        if refused[0] is not None:
+            raise ConfigError(refused[0])
         yield
+
+
+@contextmanager
+def determinism(wanted: bool) -> Iterator[None]:
+    """Kernels that repeat bit for bit while this is entered, if wanted; before CUDA starts."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read as cuBLAS starts
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
 
 
 def _write_config(config: Config, dtype_note: str, world: World) -> None:

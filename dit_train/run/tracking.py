@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ class Reporter:
         So are that step's losses and scores if they are not all there (`evaluated`) and will be taken again.
         """
         self.enabled = enabled
+        self._failed: dict[str, int] = {}
         if not enabled:
             return
         self.folder = Path(config.run.folder)
@@ -121,24 +123,44 @@ class Reporter:
     def step(self, row: dict[str, Any]) -> None:
         """A finished step, into metrics.jsonl, TensorBoard and onto the terminal."""
         if self.enabled:
-            self._metrics.write(row)
-            self._board.scalars(row)
-            self._progress.step(row)
+            with self._spared("metrics.jsonl"):
+                self._metrics.write(row)
+            with self._spared("tensorboard/"):
+                self._board.scalars(row)
+            with self._spared("the terminal"):
+                self._progress.step(row)
 
     def evaluation(self, row: dict[str, Any], text: str) -> None:
         """A held-out loss or a score, into scores.jsonl, TensorBoard and onto the terminal."""
         if self.enabled:
-            self._scores.write(row)
-            self._board.scalars(row)
-            self._progress.say(text)
+            with self._spared("scores.jsonl"):
+                self._scores.write(row)
+            with self._spared("tensorboard/"):
+                self._board.scalars(row)
+            self.say(text)
 
     def picture(self, picture: Tensor, step: int) -> None:
         """A sample grid, uint8 [C, H, W], into samples/ and TensorBoard."""
         if self.enabled:
             path = self.folder / "samples" / f"step_{step:07d}.png"
-            save_picture(picture, path)
-            self._board.image("samples", picture, step)
-            self._progress.say(f"samples in {path}")
+            with self._spared("samples/"):
+                save_picture(picture, path)
+                self.say(f"samples in {path}")
+            with self._spared("tensorboard/"):
+                self._board.image("samples", picture, step)
+
+    @contextmanager
+    def _spared(self, what: str) -> Iterator[None]:
+        """A disk that is full costs what cannot be written, not the run; said at the 1st, 2nd, 4th, 8th time."""
+        try:
+            yield
+        except OSError as error:
+            self._failed[what] = count = self._failed.get(what, 0) + 1
+            if isinstance(error, BrokenPipeError) and what == "the terminal":
+                raise
+            if count.bit_count() == 1:
+                with suppress(OSError):  # the log itself may lie on that disk
+                    print(f"{what} could not be written ({error}); the run goes on", file=sys.stderr, flush=True)
 
     def countdown(self, what: str) -> Callable[[int, int], None]:
         """See `countdown`."""
@@ -147,7 +169,8 @@ class Reporter:
     def say(self, text: str) -> None:
         """A line for a person."""
         if self.enabled:
-            self._progress.say(text)
+            with self._spared("the terminal"):
+                self._progress.say(text)
 
     def __enter__(self) -> Reporter:
         return self
@@ -155,6 +178,7 @@ class Reporter:
     def __exit__(self, *_: object) -> None:
         if self.enabled:
             self._progress.close()
-            self._board.close()
             self._metrics.close()
             self._scores.close()
+            with self._spared("tensorboard/"):
+                self._board.close()

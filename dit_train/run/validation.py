@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -35,8 +37,8 @@ class HeldOut:
         slots = np.where(slots < self.count, slots, 0)
         return heldout(config.train.seed, data, images[slots], times[slots]).to(self._world.device)
 
-    def loss(self, model: torch.nn.Module) -> float:
-        """Mean velocity loss over the draw; every rank calls it and gets the same number."""
+    def loss(self, model: torch.nn.Module, beat: Callable[[], None] = lambda: None) -> float:
+        """Mean velocity loss over the draw; every rank calls it and gets the same number. `beat` is called a batch."""
         training = model.training
         model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
@@ -44,6 +46,7 @@ class HeldOut:
             for batch, real in self._batches:
                 losses = velocity_loss(model(batch.x_t, batch.t, batch.labels), batch.target)
                 total += losses.double()[real.to(losses.device)].sum()
+                beat()
         reshard(model)
         model.train(training)
         dist.all_reduce(total, group=self._world.data_group)

@@ -1,5 +1,6 @@
 """Each source: the right pixels, the right split, and one clear line for what is broken."""
 
+import dataclasses
 import gzip
 import subprocess
 import sys
@@ -208,6 +209,35 @@ def test_unreadable_images_are_named(tmp_path):
         assert data.train.images([1]).shape == (1, 3, 8, 8)
     (tmp_path / "ant" / "00.png").write_bytes(b"text")  # the first of a class is looked at beforehand
     assert "00.png" in refusal(config)
+
+
+def test_an_unreadable_image_is_replaced_by_one_of_its_class_and_part_whatever_it_is_read_with(tmp_path, capsys):
+    config = dataclasses.replace(write_folder(tmp_path, {"ant": 10, "bee": 10}), unreadable="replace")
+    whole = sources.load(config)
+    for name in ("ant/00", "ant/04", "bee/02"):  # the first of a class, one held out, one to train on
+        (tmp_path / f"{name}.png").write_bytes(b"text")
+    sources.check(config)
+    data = sources.load(config)
+    train, held = data.train.images(range(16)), data.heldout.images(range(4))
+    assert (data.train.count_replaced(range(16)), data.heldout.count_replaced(range(4))) == (2, 1)
+    sound = [i for i in range(16) if i not in (0, 10)]
+    assert torch.equal(train[sound], whole.train.images(sound))
+    ants, bees = whole.train.images(range(1, 8)), whole.train.images([8, 9, *range(11, 16)])
+    assert any(torch.equal(train[0], ant) for ant in ants) and any(torch.equal(train[10], bee) for bee in bees)
+    assert torch.equal(held[0], whole.heldout.images([1])[0])  # the only other ant held out
+    alone = sources.load(config)  # in another process, order and batch
+    assert torch.equal(alone.train.images([10, 3, 0, 10]), train[[10, 3, 0, 10]])
+    assert alone.train.count_replaced([10, 3, 0, 10]) == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 5 and "ant/00.png cannot be read" in lines[0] and "(1 so far)" in lines[0]
+
+
+def test_a_class_without_a_readable_image_ends_the_run_even_if_images_are_replaced(tmp_path):
+    config = dataclasses.replace(write_folder(tmp_path, {"ant": 5, "bee": 5}), unreadable="replace")
+    for image in (tmp_path / "ant").iterdir():
+        image.write_bytes(b"text")
+    data = sources.load(config)
+    assert "20 of its class" in refusal(config, when=lambda _: data.train.images([0]))
 
 
 def test_every_kind_of_image_becomes_rgb():

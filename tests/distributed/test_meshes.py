@@ -71,8 +71,8 @@ def one_update(arguments: list[str]) -> dict:
         batch = draw(config, data, 0, share(12, world.data_rank, world.data_size))
         loss = (model(batch.x_t, batch.t, batch.labels) - batch.target).square().mean()
         loss.backward()
-        total, _ = faults.agree(loss.detach() / world.tensor_size, False)
         norm = faults.gradient_norm(model)
+        total, *_ = faults.agree(loss.detach() / world.tensor_size, norm, 0, False)
         faults.clip(model, 0.5 * norm.item(), norm)
         gradient = {name: whole(p.grad).numpy().copy() for name, p in model.named_parameters()}
         before = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}

@@ -157,7 +157,7 @@ def test_trained_weights_are_back_after_a_score_that_did_not_end(tmp_path, world
         sampled.append(local(next(run.model.parameters()).detach()).unique().tolist())
         if len(sampled) == 2 and end == "failed":
             raise torch.OutOfMemoryError
-        stop._signalled = len(sampled) == 2
+        stop._signalled = "SIGTERM" if len(sampled) == 2 else None
         return sampler(self, indices)
 
     monkeypatch.setattr(sampling.Sampler, "__call__", second_ends)
@@ -174,7 +174,7 @@ def test_a_stop_in_the_middle_of_a_score_saves_and_leaves_the_score_to_the_next_
     sampler = sampling.Sampler.__call__
 
     def asked(self, indices):
-        stop._signalled = True
+        stop._signalled = "SIGTERM"
         return sampler(self, indices)
 
     monkeypatch.setattr(sampling.Sampler, "__call__", asked)

@@ -1,10 +1,14 @@
 """metrics.jsonl survives kills and resumes."""
 
 import json
+import resource
+from contextlib import contextmanager
 
+import pytest
 import torch
 
-from dit_train.run import metrics
+from dit_train import overlays
+from dit_train.run import metrics, tracking
 from dit_train.run.metrics import JsonLines, Stopwatch
 
 
@@ -55,3 +59,47 @@ def test_a_loss_that_is_not_finite_stays_valid_json(tmp_path):
 
     text = (tmp_path / "m.jsonl").read_text()
     assert json.loads(text, parse_constant=refuse) == {"step": 1, "loss": None, "norm": None, "lr": 0.5}
+
+
+@contextmanager
+def no_file_above(size):
+    """Files of this process cannot grow beyond `size` bytes: what a full disk looks like."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_no_line_is_lost_or_cut_by_a_disk_that_was_full_for_a_while(tmp_path):
+    path = tmp_path / "m.jsonl"
+    lines = JsonLines(path, keep_through=0)
+    lines.write({"step": 1, "loss": 0.5})
+    with no_file_above(path.stat().st_size + 7):
+        for step in (2, 3):
+            with pytest.raises(OSError):
+                lines.write({"step": step, "loss": 0.5})
+        assert len(path.read_text()) == 32  # the second line is cut
+    lines.write({"step": 4, "loss": 0.5})
+    lines.close()
+    assert path.read_text() == "".join(f'{{"step": {step}, "loss": 0.5}}\n' for step in (1, 2, 3, 4))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+def test_a_full_disk_costs_a_run_its_logs_and_pictures_only_and_is_said_now_and_then(tmp_path, capsys):
+    config = overlays.read([], ["--run.folder", str(tmp_path), "--run.tensorboard", "true"])
+    reporter = tracking.Reporter(config, 0, evaluated=True, enabled=True)
+    row = {"loss": 0.5, "grad_norm": 1.0, "lr": 0.1, "step_ms": 1.0}
+    with no_file_above(0):
+        for step in range(1, 5):
+            reporter.step({"step": step, **row})
+        reporter.evaluation({"step": 4, "heldout_loss": 0.5}, "held-out loss 0.5")
+        reporter.picture(torch.zeros((1, 8, 8), dtype=torch.uint8), 4)
+    shown = capsys.readouterr().err
+    assert shown.count("metrics.jsonl could not be written") == 3  # at the 1st, 2nd and 4th time
+    for what in ("scores.jsonl", "samples/"):
+        assert shown.count(f"{what} could not be written") == 1
+    reporter.step({"step": 5, **row})
+    reporter.__exit__()
+    assert [row["step"] for row in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
