@@ -15,8 +15,8 @@ from dit_train.run.peers import Peers
 from dit_train.run.watchdog import echo
 
 
-class Left(Exception):
-    """This rank has said what there is to say and ends with `code`; no collective may follow."""
+class Left(BaseException):
+    """This rank has said what there is to say and ends with `code`; no collective may follow, nor another handler."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)

@@ -42,14 +42,14 @@ def train(plan: Plan, stop: StopRequest) -> int:
             peers = [Peers(world.store, world.rank, world.size) for _ in range(2)]  # one a thread
             with Watchdog(config.run, stop, peers[1]) as watchdog:
                 try:
-                    return _run(plan, world, stop, watchdog)
+                    return _run(plan, world, stop, watchdog, peers[0])
                 except Exception as error:
                     raise failure.leave(config.run.folder, peers[0], error) from None
     except failure.Left as left:
         return left.code
 
 
-def _run(plan: Plan, world: World, stop: StopRequest, watchdog: Watchdog) -> int:
+def _run(plan: Plan, world: World, stop: StopRequest, watchdog: Watchdog, peers: Peers) -> int:
     """Everything that a rank does while it holds the run folder."""
     settings = plan.config.run
     file = Path(settings.folder) / folder.STOP_FILE
@@ -57,7 +57,10 @@ def _run(plan: Plan, world: World, stop: StopRequest, watchdog: Watchdog) -> int
     run = prepare(plan, world, watchdog.beat)
     with run.reporter:
         with saver_of(run) as saver:
-            code, message = _train(run, stop, saver)
+            try:
+                code, message = _train(run, stop, saver)
+            except Exception as error:  # told before the saver waits for a save in flight
+                raise failure.leave(settings.folder, peers, error) from None
         run.reporter.say(message)
     stop.consume()
     if world.is_main:
