@@ -12,11 +12,6 @@ from dit_train.config import ConfigError
 
 STATE = RunState(7, 1.5, 2, recent=[[0.5, 1.0]], compute_dtype="bf16")
 SOUND = Manifest(STATE, {"a": [1, 2.5, None, "x"]}, [7, 7], {"__0_0.distcp": File(5, "0" * 64)})
-    RunState(7, 1.5, 2, recent=[[0.5, 1.0]], compute_dtype="bf16"),
-    {"a": [1, 2.5, None, "x"]},
-    [7, 7],
-    {"__0_0.distcp": File(5, "0" * 64)},
-)
 
 
 def content() -> dict:
