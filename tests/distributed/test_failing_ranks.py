@@ -89,6 +89,7 @@ def test_the_rank_that_raises_tells_its_traceback_first_and_the_others_point_to_
     assert not killed_by_torchrun(lines)
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_inside_a_collective_for_one_that_raised_ends_by_itself(tmp_path):
     code, lines = call(
         tmp_path, LAUNCH, IN_DATA.format(fault="raise ValueError('no such shard')") + STUCK.format(step=4)
@@ -115,6 +116,7 @@ def test_a_peer_that_is_killed_is_named_and_the_broken_collective_is_one_line(tm
     assert "a peer was killed" in ours(lines)[0] and "dit_train: rank 1 was killed by SIGKILL" in ours(lines)
 
 
+@pytest.mark.long
 def test_a_stall_shows_the_stacks_of_all_ranks_and_ends_the_run_where_that_is_asked_for(tmp_path):
     hang = IN_DATA.format(fault="import time; time.sleep(1000)")
     arguments = ["--run.stall_seconds", "4", "--run.stall_ends_run", "true"]
