@@ -71,6 +71,7 @@ def test_bad_input_is_one_line_and_code_2_before_any_rank(tmp_path, arguments, l
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_what_only_the_shards_show_is_one_line_and_code_2_too(tmp_path):
     folder = tmp_path / "run"
     arguments = ["--optimizer.name", "muon_bp", "--optimizer.block_grid", "3", "--score.every", "0"]
@@ -164,6 +165,7 @@ def wait_for(started: subprocess.Popen, text: str) -> None:
     raise AssertionError(f"ended before {text!r}")
 
 
+@pytest.mark.long
 def test_ranks_whose_launcher_is_killed_save_and_stop_and_keep_the_folder_until_then(tmp_path):
     folder = tmp_path / "run"
     arguments = launch_arguments(folder, "--train.steps", "5000", "--score.every", "0")

@@ -6,6 +6,8 @@ import socket
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.test_kills import PATIENCE, children, is_rank, until
 from tests.test_launch import ROOT, SMALL, command, exit_file, launch_arguments, steps, wait_for
 
@@ -42,6 +44,7 @@ def test_a_signal_to_one_rank_alone_stops_both_after_the_same_step(tmp_path):
     assert rest.count("saved ") == 1 and nothing_lost(folder) >= 5
 
 
+@pytest.mark.long
 def test_under_plain_torchrun_a_forwarded_signal_loses_no_step(tmp_path):
     folder = tmp_path / "run"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -54,6 +57,7 @@ def test_under_plain_torchrun_a_forwarded_signal_loses_no_step(tmp_path):
     assert rest.count("saved ") == 1 and nothing_lost(folder) >= 5, errors
 
 
+@pytest.mark.long
 def test_a_rank_whose_peers_never_come_can_be_stopped(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

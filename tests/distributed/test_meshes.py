@@ -93,10 +93,8 @@ def found(ranks: int) -> dict:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "mesh",
-    [pytest.param(mesh, marks=pytest.mark.long if MESHES[mesh][0] > 2 else ()) for mesh in MESHES if mesh != "one"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh != "one"])
 def test_loss_gradients_and_update_are_those_of_one_process(mesh, kind):
     ours, theirs = found(MESHES[mesh][0])[mesh, kind], found(1)["one", kind]
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
