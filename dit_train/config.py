@@ -51,15 +51,20 @@ class ModelConfig:
 class DataConfig:
     """The images."""
 
-    source: Literal["digits", "fashion_mnist", "image_folder", "synthetic"] = "digits"
+    source: Literal["digits", "fashion_mnist", "image_folder", "latents", "synthetic"] = "digits"
     """digits: 8x8 grey, inside the package. fashion_mnist: gzip IDX files under `path`. image_folder: `path` with one
-    folder a class. synthetic: coloured blobs, any size."""
+    folder a class. latents: `path` as scripts/encode_latents.py wrote it. synthetic: coloured blobs, any size."""
     path: str | None = None
-    """Folder of fashion_mnist (default /usr/share/datasets/fashion-mnist) or image_folder."""
+    """Folder of fashion_mnist (default /usr/share/datasets/fashion-mnist), image_folder or latents."""
+    vae: str | None = None
+    """latents: folder of the autoencoder (diffusers AutoencoderKL) that decodes them, for scores and grids."""
+    images: str | None = None
+    """latents: the image folder that was encoded, to score against its held-out images; null: against the decoded means
+    of the held-out latents."""
     image_size: int | None = None
     """Side in pixels; image_folder crops and resizes to it, synthetic draws it, the others have their own."""
     heldout_every: int = 5
-    """image_folder and synthetic: of each class every n-th image (in name order) is held out for scoring."""
+    """image_folder, latents and synthetic: of each class every n-th image (in name order) is held out for scoring."""
     classes: int = 10
     """synthetic: number of classes."""
     count: int = 2000

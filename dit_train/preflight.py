@@ -13,6 +13,7 @@ from dit_train.checkpoint import listing
 from dit_train.checkpoint.listing import Checkpoint
 from dit_train.config import Config, ConfigError
 from dit_train.data import sources
+from dit_train.data.latents import NO_VAE
 from dit_train.model.sizes import check_model, divisors_around, mlp_width
 from dit_train.run import folder
 
@@ -122,12 +123,15 @@ def _check_score(config: Config, images: sources.Summary) -> None:
             f"score.count: {count} images cannot be scored against {held} held-out and {trained} training ones; "
             f"use 4 to {min(held, trained)}, or score.every 0"
         )
+    if images.encoding is not None and config.data.vae is None:
+        raise ConfigError(f"{NO_VAE}, or set score.every 0")
     import torch
 
     from eval import extractors
 
-    side = min(images.image_size, 1024)  # what fails for a larger one fails for this
-    blank = torch.zeros((1, images.channels, side, side), dtype=torch.uint8)
+    channels, side, _ = images.image_shape
+    side = min(side, 1024)  # what fails for a larger one fails for this
+    blank = torch.zeros((1, channels, side, side), dtype=torch.uint8)
     try:
         extractors.load(settings.extractor or default_extractor(config.data.source), settings.weights)(blank)
     except (ValueError, TypeError, OSError) as error:
@@ -195,10 +199,13 @@ def _fixed_settings(config: Config, images: sources.Summary) -> dict[str, Any]:
             flat[prefix] = value
 
     walk("", overlays.to_dict(config))
-    del flat["data.path"]  # the same images may have moved
+    for name in ("path", "vae", "images"):
+        del flat[f"data.{name}"]  # the same images may have moved
     del flat["data.unreadable"]  # what to do about them may be decided when the first is met
-    counts = {key: getattr(images, key) for key in ("num_classes", "train_count", "heldout_count")}
-    return flat | {f"data ({key})": value for key, value in counts.items()}
+    found: dict[str, Any] = {key: getattr(images, key) for key in ("num_classes", "train_count", "heldout_count")}
+    if images.encoding is not None:
+        found["encoding"] = images.encoding.settings_sha256
+    return flat | {f"data ({key})": value for key, value in found.items()}
 
 
 def _check_unchanged(latest: Checkpoint, fixed: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ ALIKE = (
     "guidance",
     "sample_seed",
     "compute_dtype",
+    "vae_sha256",
 )
 """Fields of a record that must agree before two may be compared. A field that both lack agrees."""
 

@@ -13,7 +13,8 @@ EDM or clean-fid tools. All commands run under torchrun as well, where ranks sha
                 batch_size, first_index, last_index, torch; path, images, classes, conversions (of files); floor,
                 floor_kid, floor_draws (of a run, or with --floor)
     generate    out, count, made (by this call), made_not_finite (of those); step, checkpoint_sha256, sampler, guidance,
-                sample_seed, labels, classes_sha256, quantize, weights, compute_dtype (which decide the images)
+                sample_seed, labels, classes_sha256, quantize, weights, compute_dtype (which decide the images,
+                as vae_sha256 does those of latents)
     score       the record of eval.score.compare and, as for generate, how the images were made
     compare     the records by file name
 
@@ -112,12 +113,13 @@ def reference(options: argparse.Namespace) -> None:
 
 def _reference_of_run(options: argparse.Namespace, wanted: Protocol, world: World) -> Features:
     _refuse_idle(options, ("name", "floor", *_IMAGES), "is a run, whose data decide it")
-    config = restore.reopen(options.images).config
-    extractor = _extractor(options, wanted, default_extractor(config.data.source), world)
-    return references.held_out(sources.load(config.data), extractor, options.batch, options.count)
+    data = restore.reopen(options.images, vae=options.vae).config.data
+    extractor = _extractor(options, wanted, default_extractor(data.source), world)
+    return references.held_out(sources.load(data, str(world.device)), extractor, options.batch, options.count)
 
 
 def _reference_of_files(options: argparse.Namespace, wanted: Protocol, world: World) -> Features:
+    _refuse_idle(options, ("vae",), "is no run, whose latents it would decode")
     known = _statistics(options.images)
     if known is not None and not _holds_images(options.images):
         _refuse_idle(options, ("name", "floor", "count", *_IMAGES), "holds statistics and no images")
@@ -213,7 +215,7 @@ def score(options: argparse.Namespace) -> None:
             labels = images.labels
         else:
             images = _open(options, options.images, lossy=options.lossy)
-            _refuse_idle(options, ("labels", "step", "use", *_SAMPLED), "holds images, which are made already")
+            _refuse_idle(options, ("labels", "step", "use", "vae", *_SAMPLED), "holds images, which are made already")
             indices, about = torch.arange(len(images))[: options.count], _made(options.images, images)
             labels = None if images.labels is None else lambda chosen: images.labels[chosen]
         if options.classes and (labels is None or real.labels is None):
@@ -327,8 +329,10 @@ def _sampled(
 ) -> tuple[sampling.Sampler, Tensor, dict[str, Any]]:
     """(images by index, the indices, what they depend on) of a run's samples."""
     # one rank looks for the newest: a run that still trains may save another meanwhile
-    step = from_main(lambda: restore.reopen(options.images, options.step).checkpoint.state.step)
-    trained = restore.reopen(options.images, step)
+    step = from_main(lambda: restore.reopen(options.images, options.step, options.vae).checkpoint.state.step)
+    trained = restore.reopen(options.images, step, options.vae)
+    if not sampling.can_decode(trained.config.data):
+        raise ConfigError(f"--vae: {options.images} makes latents; name the folder of their autoencoder")
     changed = {key: getattr(options, key) for key in (*_SAMPLED, "batch") if getattr(options, key) is not None}
     config = dataclasses.replace(trained.config, sample=dataclasses.replace(trained.config.sample, **changed))
     law, use = options.labels or wanted.labels, options.use or "ema"
@@ -457,6 +461,7 @@ def _parser() -> Parser:
     computing.add_argument("--protocol", default="small", metavar="NAME", help=f"{', '.join(PROTOCOLS)} (small)")
     computing.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     computing.add_argument("--batch", type=positive, default=128, help="images at once on a rank (128)")
+    computing.add_argument("--vae", metavar="FOLDER", help="decodes a run's latents; data.vae without it")
     computing.add_argument("--count", type=positive, help="images; the protocol's number without it")
     seeing = Parser(add_help=False)
     seeing.add_argument("--extractor", metavar="NAME", help=", ".join(extractors.NAMES))

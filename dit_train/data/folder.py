@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,15 +25,10 @@ def image_folder(config: DataConfig) -> Table:
     Classes and files are in name order. Hidden and other files are passed over, and EXIF rotation is (as in ADM).
     """
     size = require_size(config)
-    by_class = _listing(config)
-    files = [file for folder in by_class.values() for file in folder]
-    labels = np.repeat(np.arange(len(by_class)), [len(folder) for folder in by_class.values()]).astype(np.int64)
-
-    def read(rows: np.ndarray) -> np.ndarray:
-        out = np.empty((len(rows), 3, size, size), dtype=np.uint8)
-        for image, row in zip(out, rows, strict=True):
-            image[:] = decode(files[row], size)
-        return out
+    if config.path is None:
+        raise ConfigError("data.path: image_folder needs one, a folder with one folder of images a class")
+    by_class = listing(config.path, "data.path")
+    labels = labels_of(by_class)
 
     def probe() -> None:
         for folder in by_class.values():
@@ -40,8 +36,37 @@ def image_folder(config: DataConfig) -> Table:
                 pass
 
     replace = config.unreadable == "replace"
+    read = reader(by_class, size)
     table = Table(labels, every_nth(labels, config), read, 3, size, tuple(by_class), replace=replace)
     return table if replace else dataclasses.replace(table, probe=probe)
+
+
+def reader(by_class: dict[str, list[str]], size: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Rows [N] int64 of a listing -> images [N, 3, size, size] uint8, see `decode`."""
+    files = [file for folder in by_class.values() for file in folder]
+
+    def read(rows: np.ndarray) -> np.ndarray:
+        out = np.empty((len(rows), 3, size, size), dtype=np.uint8)
+        for image, row in zip(out, rows, strict=True):
+            image[:] = decode(files[row], size)
+        return out
+
+    return read
+
+
+def labels_of(by_class: dict[str, list[str]]) -> np.ndarray:
+    """Classes of a listing's images, [n] int64."""
+    return np.repeat(np.arange(len(by_class)), [len(files) for files in by_class.values()]).astype(np.int64)
+
+
+def names_sha256(by_class: dict[str, list[str]]) -> str:
+    """Hash of the classes and names of files, wherever the folder lies."""
+    digest = hashlib.sha256()
+    for name, files in by_class.items():
+        digest.update(
+            "".join(f"{name}/{os.path.basename(file)}\n" for file in files).encode("utf-8", "surrogateescape")
+        )
+    return digest.hexdigest()
 
 
 def decode(path: str, size: int) -> np.ndarray:
@@ -70,16 +95,17 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _listing(config: DataConfig) -> dict[str, list[str]]:
-    """Class name to the paths of its images, both sorted. Raises `ConfigError` for what is missing or empty."""
-    if config.path is None:
-        raise ConfigError("data.path: image_folder needs one, a folder with one folder of images a class")
-    root = Path(config.path).expanduser()
+def listing(path: str, setting: str) -> dict[str, list[str]]:
+    """Class name to the paths of its images, both sorted. Raises `ConfigError` for what is missing or empty.
+
+    `setting` is what the errors call the folder.
+    """
+    root = Path(path).expanduser()
     if not root.is_dir():
-        raise ConfigError(f"data.path: {root} is no folder; it should hold one folder of images a class")
+        raise ConfigError(f"{setting}: {root} is no folder; it should hold one folder of images a class")
     names = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if not names:
-        raise ConfigError(f"data.path: {root} has no folders; put the images of each class into one, {root}/CLASS/")
+        raise ConfigError(f"{setting}: {root} has no folders; put the images of each class into one, {root}/CLASS/")
     by_class = {name: _images_in(root / name) for name in names}
     for name, files in by_class.items():
         if not files:

@@ -1,4 +1,4 @@
-"""The images of a run, split into a training and a held-out part, behind one small interface.
+"""The images of a run, or latents of them, split into a training and a held-out part, behind one small interface.
 
 `check` finds what is wrong with the settings before anything starts; it, and importing this module, needs no torch.
 """
@@ -13,20 +13,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dit_train.config import DataConfig
-from dit_train.data import arrays, folder, shapes
-from dit_train.data.table import Table, Unreadable
+from dit_train.config import ConfigError, DataConfig
+from dit_train.data import arrays, folder, latents, shapes
+from dit_train.data.latents import Encoding
+from dit_train.data.table import Samples, Table, Unreadable, to_model_range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_OPENERS: dict[str, Callable[[DataConfig], Table]] = {
+_IMAGES: dict[str, Callable[[DataConfig], Table]] = {
     "digits": arrays.digits,
     "fashion_mnist": arrays.fashion_mnist,
     "image_folder": folder.image_folder,
     "synthetic": shapes.synthetic,
 }
 
+
+def _open(config: DataConfig, device: str) -> Table:
+    return latents.latents(config, device) if config.source == "latents" else _IMAGES[config.source](config)
 
 _DRAWS_FOR_A_REPLACEMENT = 20  # where so many of a class are unreadable, the disk is
 
@@ -48,6 +52,8 @@ class Source:
         """[N] integers in 0..len−1 -> [N, C, H, W] uint8 on the CPU.
 
         Raises `Unreadable`, a `ConfigError` that names the file, for an image that can't be read and is not replaced.
+
+        Latents are decoded, on the device that `load` was given; without an autoencoder that is a `ConfigError`.
         """
         import torch  # here, so that a check of the settings starts at once
 
@@ -90,6 +96,20 @@ class Source:
         if count <= 10 or (count >= 16 and count.bit_count() == 1):
             print(f"data: {reason}. Another of its class takes its place ({count} so far)", file=sys.stderr, flush=True)
 
+    def inputs(self, indices: Sequence[int] | np.ndarray, seed: int, *keys: int | str, samples: Samples) -> Tensor:
+        """What the model learns from: [N] integers in 0..len−1 -> fp32 [N, C, H, W] on the CPU.
+
+        Images in −1..1; of latents a sample of each posterior, with a standard deviation of about 1 by shift and scale.
+        Its noise, and whether a training image is mirrored, depend on (seed, keys, sample) alone, as
+        `dit_train.rng` has it; ``samples`` holds N numbers.
+        """
+        import torch
+
+        if self.table.read_latents is None:
+            return to_model_range(self.images(indices))
+        rows = self.rows[np.asarray(indices, dtype=np.int64)]
+        return torch.from_numpy(self.table.read_latents(rows, seed, keys, samples))
+
     def labels(self, indices: Sequence[int] | np.ndarray) -> Tensor:
         """[N] integers in 0..len−1 -> [N] int64 on the CPU."""
         import torch
@@ -106,9 +126,18 @@ class Dataset:
     heldout: Source
     channels: int
     image_size: int
-    """Side in pixels."""
+    """Side of what the model sees, in pixels or latent cells."""
     num_classes: int
     class_names: tuple[str, ...]
+    image_name: str
+    """What its images are, for records: the name, or where they come from if the model sees latents."""
+    encoding: Encoding | None = None
+    """How images became latents; None where the model sees images."""
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """[C, H, W] of its images."""
+        return _image_shape(self)
 
 
 @dataclass(frozen=True)
@@ -120,11 +149,26 @@ class Summary:
     num_classes: int
     train_count: int
     heldout_count: int
+    encoding: Encoding | None = None
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """[C, H, W] of the images."""
+        return _image_shape(self)
 
 
-def load(config: DataConfig) -> Dataset:
-    """Open the images of the settings. Raises `ConfigError`, one line that names the fix."""
-    table = _OPENERS[config.source](config)
+def _image_shape(data: Dataset | Summary) -> tuple[int, int, int]:
+    if data.encoding is not None:
+        return 3, data.encoding.image_size, data.encoding.image_size
+    return data.channels, data.image_size, data.image_size
+
+
+def load(config: DataConfig, device: str = "cpu") -> Dataset:
+    """Open the images of the settings. Raises `ConfigError`, one line that names the fix.
+
+    `device` is where images of latents are decoded.
+    """
+    table = _open(config, device)
     return Dataset(
         name=config.source,
         train=Source(table, np.flatnonzero(~table.heldout)),
@@ -133,6 +177,8 @@ def load(config: DataConfig) -> Dataset:
         image_size=table.image_size,
         num_classes=len(table.class_names),
         class_names=table.class_names,
+        image_name=table.image_name or config.source,
+        encoding=table.encoding,
     )
 
 
@@ -141,15 +187,14 @@ def check(config: DataConfig) -> Summary:
 
     An image that is unreadable inside a readable folder shows only when it is decoded.
     """
+    for name in ("vae", "images"):
+        if config.source != "latents" and vars(config)[name] is not None:
+            raise ConfigError(f"data.{name}: belongs to data.source latents, not to {config.source}; leave it out")
     if config.source == "fashion_mnist":
         train, heldout = arrays.fashion_mnist_counts(config)
         return Summary(1, arrays.FASHION_SIZE, len(arrays.FASHION_CLASSES), train, heldout)
-    table = _OPENERS[config.source](config)
+    table = _open(config, "cpu")
     table.probe()
     heldout = int(table.heldout.sum())
-    return Summary(table.channels, table.image_size, len(table.class_names), len(table.heldout) - heldout, heldout)
-
-
-def to_model_range(images: Tensor) -> Tensor:
-    """uint8 0..255 -> fp32 −1..1, any shape: x/127.5 − 1."""
-    return images.float() / 127.5 - 1.0
+    counts = len(table.heldout) - heldout, heldout
+    return Summary(table.channels, table.image_size, len(table.class_names), *counts, table.encoding)

@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from dit_train.config import ConfigError, DataConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dit_train.data.latents import Encoding
+
+Keys = tuple[int | str, ...]
+
+
+class Reader(Protocol):
+    """What a model learns from, where that are no images."""
+
+    def __call__(self, rows: np.ndarray, seed: int, keys: Keys, samples: Samples) -> np.ndarray:
+        """Rows [N] int64 -> fp32 [N, C, H, W], random only by (seed, keys, samples)."""
+
+
+Samples = range | np.ndarray
+"""N numbers of samples, of which each has a stream of its own."""
 
 
 class Unreadable(ConfigError):
@@ -25,12 +44,19 @@ class Table:
     read: Callable[[np.ndarray], np.ndarray]
     """Rows [N] int64 -> images [N, C, H, W] uint8, an array of its own; may raise `Unreadable`."""
     channels: int
+    """Of what the model sees, as the next."""
     image_size: int
     class_names: tuple[str, ...]
     probe: Callable[[], None] = lambda: None
     """Looks at a few images without decoding them; raises `ConfigError`."""
     replace: bool = False
     """Whether another image of its class takes the place of one that is unreadable."""
+    encoding: Encoding | None = None
+    """How images became the latents that the model sees; None where it sees images."""
+    read_latents: Reader | None = None
+    """Reads those latents."""
+    image_name: str | None = None
+    """What `read` gives, where that is not told by the name of the source."""
 
 
 def every_nth(labels: np.ndarray, config: DataConfig) -> np.ndarray:
@@ -64,3 +90,8 @@ def forbid_other_size(config: DataConfig, size: int) -> None:
     """Raise `ConfigError` where the settings ask for another side than the images have."""
     if config.image_size not in (None, size):
         raise ConfigError(f"data.image_size: {config.source} has images of {size} pixels; leave it out")
+
+
+def to_model_range(images: Tensor) -> Tensor:
+    """uint8 0..255 -> fp32 −1..1, any shape: x/127.5 − 1."""
+    return images.float() / 127.5 - 1.0

@@ -12,7 +12,7 @@ import torch
 from dit_train import rng
 from dit_train.config import Config
 from dit_train.data import order
-from dit_train.data.sources import Dataset, to_model_range
+from dit_train.data.sources import Dataset
 from dit_train.diffusion.objectives import interpolate, velocity
 from dit_train.diffusion.timesteps import draw_timesteps
 
@@ -56,7 +56,7 @@ def draw(config: Config, data: Dataset, step: int, slots: range) -> Batch:
     """The samples in `slots` of global batch `step` (0-based)."""
     seed, batch = config.train.seed, config.train.batch
     positions = order.positions(seed, step * batch + slots.start, len(slots), len(data.train))
-    x0 = to_model_range(data.train.images(positions))
+    x0 = data.train.inputs(positions, seed, step, samples=slots)
     noise = rng.normal(tuple(x0.shape[1:]), seed, "noise", step, samples=slots)
     t = draw_timesteps(config.objective, seed, step, batch)[slots.start : slots.stop]
     dropped = rng.uniform(seed, "label", step, samples=slots) < config.model.label_dropout
@@ -92,7 +92,7 @@ class Prefetcher:
 
 def heldout(seed: int, data: Dataset, indices: np.ndarray, times: np.ndarray) -> Batch:
     """Held-out images `indices` [n] at `times` fp32 [n], with noise that belongs to the image."""
-    x0 = to_model_range(data.heldout.images(indices))
+    x0 = data.heldout.inputs(indices, seed, "heldout", samples=indices)
     noise = rng.normal(tuple(x0.shape[1:]), seed, "heldout", samples=indices)
     t = torch.from_numpy(times)
     return Batch(interpolate(x0, noise, t), t, data.heldout.labels(indices), velocity(x0, noise))

@@ -39,7 +39,11 @@ class Evaluation:
                 self._report(self._scorer.score(self._stop), "score")
             except Stopped:
                 return False
-        if config.sample.grid and self._due(config.run.sample_every or config.train.steps):
+        if (
+            config.sample.grid
+            and sampling.can_decode(config.data)
+            and self._due(config.run.sample_every or config.train.steps)
+        ):
             with run.ema.applied():
                 picture = sampling.grid(config, run.data, run.model, run.world)
             run.reporter.picture(picture, run.state.step)

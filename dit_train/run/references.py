@@ -31,7 +31,7 @@ def held_out(data: Dataset, extractor: FeatureExtractor, batch: int, count: int 
     count = count or min(len(data.heldout), len(data.train), LARGEST_DEFAULT_COUNT)
     real = _draw(data.heldout, count, "score-heldout")
     images, labels = data.heldout.images(real), data.heldout.labels(real)
-    reference = of_images(images, extractor, batch, f"{data.name} held out", labels)
+    reference = of_images(images, extractor, batch, f"{data.image_name} held out", labels)
     reference.meta |= _floor(data, reference, extractor, batch)
     return reference
 

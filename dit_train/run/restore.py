@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,8 +35,8 @@ class Trained:
         return dit.eval().requires_grad_(False)
 
 
-def reopen(run: str | Path, step: int | None = None) -> Trained:
-    """The newest checkpoint of a run folder, or that of ``step``.
+def reopen(run: str | Path, step: int | None = None, vae: str | None = None) -> Trained:
+    """The newest checkpoint of a run folder, or that of ``step``; ``vae`` takes the place of ``data.vae``.
 
     Raises:
         ConfigError: no run folder, no such checkpoint, or a damaged one.
@@ -44,6 +45,8 @@ def reopen(run: str | Path, step: int | None = None) -> Trained:
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder}: no run folder (config.yaml is missing)")
     config = overlays.read([folder / "config.yaml"])
+    if vae is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, vae=vae))
     found = listing.find_latest(folder) if step is None else listing.find(folder, step)
     if found is None:
         raise ConfigError(f"{folder}: no checkpoint yet; train it first")

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -25,9 +26,12 @@ from dit_train.model.dit import DiT
 from dit_train.parallel import precision, shard
 from dit_train.parallel.mesh import World
 from dit_train.preflight import Plan
-from dit_train.run import folder, optimizer
+from dit_train.run import folder, optimizer, sampling
 from dit_train.run.ema import EMA
 from dit_train.run.tracking import Reporter
+
+_LATENTS_SEEN = 256
+"""Latents whose standard deviation is taken at the start."""
 
 
 @dataclass
@@ -58,7 +62,7 @@ def prepare(plan: Plan, world: World, beat: Callable[..., None] = lambda *_, **_
     """Build the run and load its newest checkpoint; `beat` is called as the run moves."""
     config = plan.config
     _agree(plan, world)
-    data = sources.load(config.data)
+    data = sources.load(config.data, str(world.device))
     state = plan.resume.state if plan.resume else RunState()
     dtype_note = _choose_dtype(config, data, world, state)
     dtype = precision.DTYPES[state.compute_dtype]
@@ -82,6 +86,8 @@ def prepare(plan: Plan, world: World, beat: Callable[..., None] = lambda *_, **_
     parameters = sum(parameter.numel() for parameter in model.parameters())
     reporter.say(f"DiT of {parameters:,} parameters on {world.size} x {world.device.type}, {dtype_note}")
     reporter.say(f"data {data.name}: {len(data.train):,} images to train on, {len(data.heldout):,} held out")
+    for line in _about_latents(config, data):
+        reporter.say(line)
     reporter.say("optimizer\n" + optimizers.routing_table(steps))
     if config.schedule.warmup_steps >= config.train.steps:
         reporter.say(f"the warm-up of {config.schedule.warmup_steps} steps does not end within train.steps")
@@ -90,6 +96,26 @@ def prepare(plan: Plan, world: World, beat: Callable[..., None] = lambda *_, **_
         for line in changed:
             reporter.say(f"changed since the last start: {line}")
     return Run(plan, world, data, model, ema, steps, peak_lrs, state, reporter, beat)
+
+
+def _about_latents(config: Config, data: Dataset) -> list[str]:
+    """What a person should know of latents: above all whether shift and scale have been applied, and once."""
+    if data.encoding is None:
+        return []
+    some = np.linspace(0, len(data.train) - 1, min(len(data.train), _LATENTS_SEEN)).astype(np.int64)
+    std = data.train.inputs(some, config.train.seed, "look", samples=some).std().item()
+    lines = [
+        f"latents of {data.encoding.vae}, images of {data.encoding.image_size} pixels, standard deviation {std:.2f}"
+    ]
+    if not 0.5 <= std <= 2:
+        lines.append(
+            f"WARNING: scaled latents have a standard deviation of {std:.2f}, where about 1 is right; mend "
+            "scaling_factor and shift_factor in the autoencoder's config.json, and call scripts/encode_latents.py again, "
+            "which encodes nothing anew"
+        )
+    if config.sample.grid and not sampling.can_decode(config.data):
+        lines.append("no sample grids: data.vae names no autoencoder that would decode them")
+    return lines
 
 
 def _agree(plan: Plan, world: World) -> None:

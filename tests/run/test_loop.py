@@ -12,6 +12,7 @@ import torch.distributed as dist
 from dit_train import overlays, preflight
 from dit_train.checkpoint import manifest
 from dit_train.checkpoint.saving import Saver
+from dit_train.data import sources
 from dit_train.parallel import precision
 from dit_train.parallel.mesh import joined
 from dit_train.parallel.shard import local
@@ -266,7 +267,7 @@ class Recorder(torch.nn.Module):
 def samples(indices, **changes):
     config = overlays.read([], TINY)
     config = dataclasses.replace(config, sample=dataclasses.replace(config.sample, **changes))
-    data = type("Data", (), {"channels": 1, "image_size": 8, "num_classes": 10})()
+    data = sources.check(config.data)
     model = Recorder()
     made = sampling.Sampler(config, data, model, torch.device("cpu"), lambda i: i % 10)(torch.tensor(indices))
     return made, model.asked
