@@ -40,8 +40,7 @@ def test_the_wheel_holds_configs_data_weights_and_notices(tmp_path):
     subprocess.run(command, check=True, timeout=300)
     names = zipfile.ZipFile(next(tmp_path.glob("dit_train-*.whl"))).namelist()
     wanted = [
-        "dit_train/configs/quickstart/base.yaml",
-        "dit_train/configs/optimizers/muon_bp.yaml",
+        *(f"dit_train/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("configs/**/*.yaml")),
         "dit_train/data/digits.npz",
         "dit_train/data/digits.NOTICE",
         "dit_train/py.typed",

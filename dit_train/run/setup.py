@@ -110,8 +110,8 @@ def _about_latents(config: Config, data: Dataset) -> list[str]:
     if not 0.5 <= std <= 2:
         lines.append(
             f"WARNING: scaled latents have a standard deviation of {std:.2f}, where about 1 is right; mend "
-            "scaling_factor and shift_factor in the autoencoder's config.json, and call scripts/encode_latents.py again, "
-            "which encodes nothing anew"
+            "scaling_factor and shift_factor in the autoencoder's config.json and call scripts/encode_latents.py again "
+            "(it encodes nothing anew)"
         )
     if config.sample.grid and not sampling.can_decode(config.data):
         lines.append("no sample grids: data.vae names no autoencoder that would decode them")

@@ -1,7 +1,9 @@
 """Latents are those of diffusers, shifted and scaled once on the way in and once on the way out."""
 
 import json
+import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -168,6 +170,22 @@ def test_encoding_goes_on_with_the_bytes_of_one_that_was_not_stopped(made, tmp_p
     assert files(out) == files(made / "latents")
     assert (tmp_path / "found.json").read_bytes() == (out / "manifest.json").read_bytes()
     assert encode_latents.main(arguments) == 0 and "0 made now" in capsys.readouterr().out
+
+
+def test_a_signal_stops_within_a_part_and_what_is_whole_stays(made, tmp_path, monkeypatch, capsys):
+    encode, calls = autoencoder.Autoencoder.moments, []
+
+    def signalled(self, images):
+        calls.append(len(images))
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return encode(self, images)
+
+    monkeypatch.setattr(autoencoder.Autoencoder, "moments", signalled)
+    arguments = command(made / "images", made / "vae", tmp_path / "latents", "--dtype", "fp32")
+    assert encode_latents.main(arguments) == 85 and "the same command goes on" in capsys.readouterr().out
+    assert sorted(files(tmp_path / "latents")) == ["labels.npy", "manifest.json", "part-00000.npy"]
+    assert encode_latents.main(arguments) == 0 and files(tmp_path / "latents") == files(made / "latents")
 
 
 def test_a_folder_of_other_settings_is_left_alone(made, tmp_path, capsys):
