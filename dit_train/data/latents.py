@@ -68,17 +68,14 @@ def latents(config: DataConfig, device: str = "cpu") -> Table:
     manifest = read_manifest(root)
     try:
         encoding = _encoding(manifest)
-        names, count = tuple(manifest["settings"]["classes"]), sum(part["count"] for part in manifest["parts"])
+        names = tuple(manifest["settings"]["classes"])
         plain = _Shards(root, [part for part in manifest["parts"] if not part["mirrored"]])
         mirrored = _Shards(root, [part for part in manifest["parts"] if part["mirrored"]])
         labels = np.load(root / LABELS, allow_pickle=False)
-    except ConfigError:
-        raise
+        _check_whole(encoding, plain, mirrored, labels, len(names))
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"data.path: {root}: damaged ({reason}); encode the images again") from None
-    if labels.shape != (plain.count,) or labels.dtype != np.int64 or not 0 <= labels.min() <= labels.max() < len(names):
-        raise ConfigError(f"data.path: {root}: {LABELS} does not fit to {plain.count} of {count} latents; encode again")
     forbid_other_size(config, encoding.image_size)
     table = _Latents(encoding, plain, mirrored, every_nth(labels, config))
     channels, side = plain.shape[0] // 2, plain.shape[1]
@@ -147,6 +144,16 @@ class _Shards:
             array, here = self._arrays[number], holder == number
             out[here] = array[rows[here] - (self._ends[number] - len(array))]
         return out
+
+
+def _check_whole(encoding: Encoding, plain: _Shards, mirrored: _Shards, labels: np.ndarray, classes: int) -> None:
+    """Raise ValueError where the parts of a folder do not fit together."""
+    if plain.count == 0 or plain.shape[0] != 2 * len(encoding.shift) or plain.shape[1] != plain.shape[2]:
+        raise ValueError(f"{plain.count} posteriors of {list(plain.shape)} for {len(encoding.shift)} channels")
+    if mirrored.count and (mirrored.count, mirrored.shape) != (plain.count, plain.shape):
+        raise ValueError(f"{mirrored.count} mirrored latents of {list(mirrored.shape)} beside {plain.count}")
+    if labels.shape != (plain.count,) or labels.dtype != np.int64 or not 0 <= labels.min() <= labels.max() < classes:
+        raise ValueError(f"{LABELS} does not fit to {plain.count} latents of {classes} classes")
 
 
 @dataclass(frozen=True)

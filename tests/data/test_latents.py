@@ -255,5 +255,10 @@ def test_latents_that_cannot_be_read_are_refused(made, tmp_path):
     part.write_bytes((made / "latents" / "part-00002.npy").read_bytes())
     np.save(broken / "labels.npy", np.full(60, 3))
     assert "labels.npy" in refusal(config(tmp_path, "broken"))
+    shutil.copy(made / "latents" / "labels.npy", broken)
+    manifest = json.loads((made / "latents" / "manifest.json").read_text())
+    for parts in ([], manifest["parts"][:-1], [*manifest["parts"], {**manifest["parts"][0], "mirrored": True}]):
+        (broken / "manifest.json").write_text(json.dumps(manifest | {"parts": parts}))
+        assert "damaged" in refusal(config(tmp_path, "broken"))
     (broken / "manifest.json").write_text("[]")
     assert "is damaged" in refusal(config(tmp_path, "broken"))
