@@ -32,6 +32,7 @@ _IMAGES: dict[str, Callable[[DataConfig], Table]] = {
 def _open(config: DataConfig, device: str) -> Table:
     return latents.latents(config, device) if config.source == "latents" else _IMAGES[config.source](config)
 
+
 _DRAWS_FOR_A_REPLACEMENT = 20  # where so many of a class are unreadable, the disk is
 
 
