@@ -8,6 +8,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from dit_train import overlays
 from dit_train.config import ConfigError, DataConfig
@@ -16,6 +17,14 @@ from dit_train.run.batch import draw, heldout, share
 from dit_train.run.sampling import decoder
 from scripts import encode_latents
 from tests.vae import CLASSES, EACH, SCALE, SHIFT, SIDE, command, save_images, save_vae
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left():
+    """A command that refuses leaves its group to the end of its process; here it goes on."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
