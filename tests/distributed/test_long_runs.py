@@ -54,6 +54,16 @@ def train(folder: Path, *arguments: str, change=lambda batch, step: None) -> int
         dist.barrier()
 
 
+def stopped(folder: Path, *arguments: str, **how) -> tuple[int, int]:
+    """Train to a stop; the exit code and the last step, which has to be saved."""
+    import torch.distributed as dist
+
+    code, made = train(folder, *arguments, **how), rows(folder)[-1]["step"]
+    assert state(folder, made)["run"]["step"] == made
+    dist.barrier()  # nobody goes on before everybody has looked
+    return code, made
+
+
 def asked_on_one_rank(folder: Path, rank: int) -> list[int]:
     """SIGUSR1 to rank 1 alone, the file seen by rank 0 alone; then the same command."""
 
@@ -66,13 +76,15 @@ def asked_on_one_rank(folder: Path, rank: int) -> list[int]:
             (folder / "file" / "stop").touch()
         time.sleep(0.05)  # the file is looked at once a second
 
-    codes = [train(folder / "signal", change=signalled), train(folder / "signal")]
-    return [*codes, train(folder / "file", "--train.steps", "400", change=filed), train(folder / "file")]
+    code, _ = stopped(folder / "signal", change=signalled)
+    codes = [code, train(folder / "signal")]
+    code, _ = stopped(folder / "file", "--train.steps", "400", change=filed)
+    return [*codes, code, train(folder / "file")]
 
 
-def limited(folder: Path) -> list[int]:
+def limited(folder: Path) -> list[tuple[int, int] | int]:
     """A limit that leaves no time for three saves; then the same command without."""
-    return [train(folder / "limit", "--run.time_limit", "0:00:05"), train(folder / "limit")]
+    return [stopped(folder / "limit", "--run.time_limit", "0:00:05"), train(folder / "limit")]
 
 
 def spiked(folder: Path, rank: int) -> list[int]:
@@ -125,7 +137,7 @@ def unreadable(folder: Path) -> list[int]:
     ]
 
 
-def each(folder: Path) -> dict[str, list[int]]:
+def each(folder: Path) -> dict[str, list]:
     import torch.distributed as dist
 
     rank = dist.get_rank()
@@ -152,7 +164,7 @@ def write_images(folder: Path) -> None:
 
 
 @cache
-def runs(ranks: int) -> tuple[Path, dict[str, list[int]]]:
+def runs(ranks: int) -> tuple[Path, dict[str, list]]:
     """The folder of all runs on so many ranks, made once, and their exit codes, on which the ranks agree."""
     folder = Path(tempfile.mkdtemp(prefix=f"long{ranks}-"))
     (folder / "tiny.yaml").write_text(TINY)
@@ -189,7 +201,9 @@ def test_one_rank_that_is_asked_stops_all_at_one_step_and_the_same_command_goes_
 
 def test_a_time_limit_saves_and_stops_after_the_first_step_that_leaves_too_little():
     folder, codes = runs(2)
-    assert codes["limited"] == [85, 0] and len(rows(folder / "limit")) == 24
+    (code, made), again = codes["limited"]
+    assert (code, again) == (85, 0) and len(rows(folder / "limit")) == 24
+    assert made <= 2  # the first step tells what to keep
 
 
 def test_a_spike_on_one_rank_is_left_out_on_all_and_the_optimizer_does_not_count_it():
