@@ -1,9 +1,12 @@
 """Files with bytes changed, cut or repeated: read, or refused with a ValueError or OSError, and nothing else."""
 
 import io
+import pickle
 import signal
+import tempfile
 import zipfile
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,6 +80,21 @@ def statistics() -> bytes:
     return arrays(mu=stats.mean.numpy(), sigma=stats.covariance.numpy())
 
 
+def reference() -> bytes:
+    """What `Features.save` writes: sums, kept features, classes and provenance."""
+    rows = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+    everything = torch.arange(9)
+    made = Features(GaussianStats.of(rows), None, None, rows, everything, everything % 3, {"name": "noise"})
+    with tempfile.TemporaryDirectory() as folder:
+        made.save(Path(folder) / "a.npz")
+        return (Path(folder) / "a.npz").read_bytes()
+
+
+def pickled() -> bytes:
+    """Statistics as EDM2 writes them."""
+    return pickle.dumps({"fid": {"mu": np.zeros(4), "sigma": np.eye(4)}, "num_images": 9})
+
+
 def read_images(path):
     images = open_images(path)
     images.verify()
@@ -113,6 +131,8 @@ FILES = {
     "compressed.npz": (arrays(arr_0=PIXELS), read_images),
     "folder/image.png": (encoded("PNG"), lambda path: read_images(path.parent)),
     "statistics.npz": (statistics(), read_reference),
+    "reference.npz": (reference(), read_reference),
+    "edm2.pkl": (pickled(), read_reference),
     "class/train.png": (encoded("PNG"), read_training_images),
     "class/train.jpg": (encoded("JPEG"), read_training_images),
     "class/train.webp": (encoded("WEBP"), read_training_images),
