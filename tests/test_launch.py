@@ -91,13 +91,14 @@ def test_a_wrong_number_of_ranks(ranks):
     assert shown.returncode == 2 and "--ranks" in shown.stderr
 
 
-def test_a_stop_signal_saves_and_the_same_command_goes_on(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])  # torchrun by itself forwards but the first
+def test_a_stop_signal_saves_and_the_same_command_goes_on(tmp_path, number):
     folder = tmp_path / "run"
     arguments = launch_arguments(folder, "--train.steps", "400", "--score.every", "0")
     with subprocess.Popen(command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True) as started:
         for line in started.stdout:
             if "step 5/" in line:
-                started.send_signal(signal.SIGTERM)
+                started.send_signal(number)
                 break
         rest = started.stdout.read()
     assert started.returncode == 85, rest
