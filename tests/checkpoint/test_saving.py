@@ -150,6 +150,24 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_and_the_next_save_
     assert listing.find_latest(tmp_path).state.step == 3
 
 
+def test_a_save_that_lies_on_the_disk_in_part_is_not_committed(tmp_path, monkeypatch):
+    trained, said, write = Trained(0, 1), [], manifest.write
+
+    def cut(folder: Path, content: manifest.Manifest) -> None:
+        write(folder, content)
+        name, file = next(iter(content.files.items()))
+        os.truncate(folder / name, file.bytes - 1)
+
+    with trained.saver(tmp_path, keep=1, said=said) as saver:
+        saver.save(RunState(step=1))
+        monkeypatch.setattr(manifest, "write", cut)
+        saver.save(RunState(step=2))
+        assert names(tmp_path) == ["step_0000001"] and "step_0000002 could not be saved" in said[-1]
+        monkeypatch.undo()
+        saver.save(RunState(step=3))
+    assert names(tmp_path) == ["step_0000003"]
+
+
 @both
 def test_a_last_save_that_fails_is_said_by_the_exit(tmp_path, background):
     trained = Trained(0, 1, width=600)
