@@ -144,6 +144,13 @@ def test_images_of_two_shapes_are_refused(extractor):
         extract(lambda i: drawn(i)[:, :, : 4 - int(i[0] > 7)], torch.arange(16), extractor, 8)
 
 
+@pytest.mark.parametrize(("n", "deficient"), [(6, True), (7, False)])
+def test_a_record_says_whether_features_outnumber_images(extractor, n, deficient):
+    reference = extract(drawn, torch.arange(1000, 1000 + n), extractor, 8)
+    record = score(drawn, torch.arange(n), reference, extractor, 8)
+    assert (record["num_features"], record["rank_deficient"]) == (6, deficient)
+
+
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
