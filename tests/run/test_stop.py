@@ -26,6 +26,13 @@ def test_a_signal_names_itself_and_the_handlers_before_come_back():
     assert (signal.getsignal(signal.SIGUSR1), signal.set_wakeup_fd(-1)) == before
 
 
+def test_a_launcher_that_is_gone_is_seen_by_a_thread_too():
+    stop = StopRequest()
+    assert not stop.arrived() and stop.reason is None
+    stop._parent = -1  # another process has adopted this one
+    assert stop.arrived() and stop.reason == "its launcher is gone"
+
+
 def test_a_file_asks_and_is_consumed_and_one_left_over_from_before_the_start_does_not(tmp_path):
     file = tmp_path / "stop"
     file.touch()
