@@ -46,6 +46,16 @@ def test_numbers_that_are_not_finite_are_counted_apart_and_not_remembered():
     assert (state.skipped, state.spikes, state.bad_in_a_row) == (3, 0, 3) and state.recent == before
 
 
+def test_spikes_and_numbers_that_are_not_finite_count_together_until_a_step_is_sound():
+    state = RunState()
+    steps(state, noise(40))
+    counts = []
+    for loss in (9.0, 9.0, math.nan, 9.0, 1.0, 9.0):
+        faults.judge(state, SETTINGS, loss, 1.0)
+        counts.append(state.bad_in_a_row)
+    assert counts == [1, 2, 3, 4, 0, 1]
+
+
 @pytest.mark.parametrize("level", [1.5, 2.0])
 def test_a_level_that_stays_up_is_sound_again_before_the_run_is_ended(level):
     state = RunState()
