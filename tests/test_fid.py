@@ -88,7 +88,9 @@ def refusal(folder, capsys, *words):
 def test_a_run_scored_afterwards_has_the_score_of_its_training(folder, capsys):
     code, record = call(folder, "score", "FOLDER/run", "--reference", "FOLDER/ref.npz", "--batch", "16")
     against = "meant against images held out from training, here against digits held out"
-    assert f"protocol small: {against}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"protocol small: {against}" in said
+    assert f"64 images in {record['num_features']} features: compare with the floor only" in said
     rows = map(json.loads, (folder / "run" / "scores.jsonl").read_text().splitlines())
     (trained,) = [row for row in rows if row["kind"] == "score"]
     assert code == 0 and record["step"] == 4

@@ -186,6 +186,16 @@ def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def expected(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """The tensors of a save under the names of `held`, as their digests."""
+    kinds = {key: key.split(".", 1) for key in tensors if not key.startswith("optimizer.")}
+    found = {f"{kind}.{rest}": digest(tensors[key]) for key, (kind, rest) in kinds.items()}
+    for key in tensors.keys() - kinds.keys():
+        rest, kind = key.removeprefix("optimizer.").rsplit(".", 1)
+        found[f"{kind}.{rest}"] = digest(tensors[key])
+    return found
+
+
 def furthest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], kinds: tuple[str, ...]) -> float:
     """Largest difference of any number of any tensor of these kinds."""
     assert ours.keys() == theirs.keys()
@@ -200,13 +210,7 @@ def following(found: dict[int, float], step: int) -> list[float]:
 def test_what_is_loaded_is_what_was_saved_bit_for_bit_on_any_number_of_ranks(ranks, folder, resumed_on):
     found = resumed_on(ranks)
     for name, step in SAVES:
-        tensors = saved(folder / name, step)
-        kinds = {key: key.split(".", 1) for key in tensors if not key.startswith("optimizer.")}
-        expected = {f"{kind}.{rest}": digest(tensors[key]) for key, (kind, rest) in kinds.items()}
-        for key in tensors.keys() - kinds.keys():
-            rest, kind = key.removeprefix("optimizer.").rsplit(".", 1)
-            expected[f"{kind}.{rest}"] = digest(tensors[key])
-        assert found[name, step]["tensors"] == expected, (name, step)
+        assert found[name, step]["tensors"] == expected(saved(folder / name, step)), (name, step)
         assert set(found[name, step]["steps"]) == {step}, (name, step)
 
 
