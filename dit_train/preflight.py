@@ -49,7 +49,7 @@ def check(config: Config, ranks: int) -> Plan:
         ConfigError: batch and ranks do not divide, data or weights are missing, the model's settings contradict each
             other, the run folder is somebody else's, its newest checkpoint is damaged or of another model.
     """
-    _check_batch(config, ranks // _check_parallel(config, ranks))
+    check_batch(config, ranks // check_parallel(config, ranks))
     try:
         images = sources.check(config.data)
     except MemoryError:
@@ -70,7 +70,7 @@ def check(config: Config, ranks: int) -> Plan:
     return plan
 
 
-def _check_parallel(config: Config, ranks: int) -> int:
+def check_parallel(config: Config, ranks: int) -> int:
     """How many ranks see the same images.
 
     Raises:
@@ -92,7 +92,8 @@ def _check_parallel(config: Config, ranks: int) -> int:
     return parallel.tensor
 
 
-def _check_batch(config: Config, ranks: int) -> None:
+def check_batch(config: Config, ranks: int) -> None:
+    """Raise `ConfigError` where the batch does not divide over `ranks` ranks that see different images."""
     batch, micro = config.train.batch, config.train.micro_batch
     if batch % ranks:
         near = sorted(set(divisors_around(batch, ranks)))

@@ -1,0 +1,140 @@
+"""Several sizes and optimizers in one table and one picture, with published figures beside the modelled ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dit_train.config import Config, OptimizerConfig
+from dit_train.data.sources import Summary
+from dit_train.model.sizes import SIZES
+from dit_train.planning.machine import Machine
+from dit_train.planning.plan import ADAMW, ModelPlan, Say, plan_optimizer, planned
+from dit_train.planning.report import Figures, figures, table
+
+CHECKPOINTING = ("none", "full")
+
+
+def plans(
+    config: Config,
+    images: Summary,
+    ranks: int,
+    sizes: Sequence[str],
+    optimizers: Sequence[OptimizerConfig],
+    machine: Machine,
+    budget: float,
+    say: Say,
+) -> list[Figures]:
+    """`figures` of every size and optimizer, without and with activation checkpointing, which share the model's pass.
+
+    Raises:
+        ConfigError: a size or an optimizer does not fit the ranks.
+    """
+    found = []
+    for size in sizes:
+        for kept in CHECKPOINTING:
+            model = dataclasses.replace(config.model, **SIZES[size])
+            parallel = dataclasses.replace(config.parallel, activation_checkpointing=kept)
+            sized = dataclasses.replace(config, model=model, parallel=parallel)
+            with planned(sized, images, ranks, lambda text, size=size: say(f"{size}: {text}")) as one:
+                found += [{"size": size, **row} for row in _of_model(one, optimizers, machine, budget, say)]
+    return found
+
+
+def _of_model(
+    model: ModelPlan, optimizers: Sequence[OptimizerConfig], machine: Machine, budget: float, say: Say
+) -> list[Figures]:
+    adamw = plan_optimizer(ADAMW, model, say)
+    own = [adamw if config.name == "adamw" else plan_optimizer(config, model, say) for config in optimizers]
+    return [figures(model, plan, adamw, machine, budget) for plan in own]
+
+
+def published(found: Sequence[Figures]) -> list[dict[str, Any]]:
+    """What papers measured, and the same of these plans, without checkpointing; null where there is none."""
+    rows = []
+    for size in dict.fromkeys(one["size"] for one in found):
+        here = {one["optimizer_name"]: one for one in found if one["size"] == size}  # of two, the one that checkpoints
+        here |= {
+            one["optimizer_name"]: one
+            for one in found
+            if one["size"] == size and one["activation_checkpointing"] == CHECKPOINTING[0]
+        }
+        rows.append(
+            {
+                "what": f"{size}: step time of periodic_row_muon against muon",
+                "published": "-15.7 ... -24.3 % (DiT 1.3B to 15B, K = 3, 256 H100, arXiv 2608.20818)",
+                "modelled": _cut(here),
+            }
+        )
+        for name, rate in (("muon", 105.09), ("muon_bp", 113.37), ("adamw", 117.30)):
+            rows.append(
+                {
+                    "what": f"{size}: TFLOP/s a GPU, {name}",
+                    "published": f"{rate} (language model 8B, P = 5, arXiv 2510.16981)",
+                    "modelled": f"{here[name]['time']['tflops']:.2f}" if name in here else None,
+                }
+            )
+    return rows
+
+
+def _cut(here: Mapping[str, Figures]) -> str | None:
+    if not {"muon", "periodic_row_muon"} <= here.keys():
+        return None
+    return f"{here['periodic_row_muon']['time']['step'] / here['muon']['time']['step'] - 1:+.1%}"
+
+
+def text(found: Sequence[Figures], rows: Sequence[Mapping[str, Any]]) -> str:
+    """One table of all plans, one of what was published."""
+    head = ("size", "checkpointing", "optimizer", "period", "peak GiB", "MB sent", "step ms", "optimizer", "vs AdamW")
+    lines = [(*head, "TFLOP/s", "MFU", "smallest")]
+    for one in found:
+        time = one["time"]
+        lines.append(
+            (
+                one["size"],
+                one["activation_checkpointing"],
+                one["optimizer_name"],
+                "-" if one["optimizer_name"] == "adamw" else str(one["period"] or "inf"),
+                f"{one['memory']['peak']['max'] / 2**30:.2f}",
+                f"{one['optimizer']['bytes_a_step'] / 1e6:,.1f}",
+                f"{1e3 * time['step']:,.1f}",
+                f"{time['optimizer_share']:.1%}",
+                f"{time['against_adamw']:+.1%}",
+                f"{time['tflops']:,.1f}",
+                f"{time['mfu']:.1%}",
+                str(one.get("smallest_period") or "-"),
+            )
+        )
+    known = [("", "published (measured by its authors)", "modelled here")]
+    known += [(row["what"], row["published"], row["modelled"] or "-") for row in rows]
+    return "\n".join([*table(lines), "", *table(known)])
+
+
+def draw(found: Sequence[Figures], machine: Machine, path: Path) -> None:
+    """Step time and peak memory of every size, a bar an optimizer; hatched with checkpointing."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sizes = list(dict.fromkeys(one["size"] for one in found))
+    bars = list(dict.fromkeys((one["optimizer_name"], one["activation_checkpointing"]) for one in found))
+    names = list(dict.fromkeys(name for name, _ in bars))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
+    for number, bar in enumerate(bars):
+        own = [one for one in found if (one["optimizer_name"], one["activation_checkpointing"]) == bar]
+        places = [sizes.index(one["size"]) + 0.8 * (number + 0.5) / len(bars) - 0.4 for one in own]
+        style = {"color": f"C{names.index(bar[0])}", "hatch": "" if bar[1] == "none" else "///", "edgecolor": "white"}
+        style |= {"width": 0.8 / len(bars), "label": f"{bar[0]}, {bar[1]} checkpointing"}
+        left.bar(places, [1e3 * one["time"]["step"] for one in own], **style)
+        right.bar(places, [one["memory"]["peak"]["max"] / 2**30 for one in own], **style)
+    right.axhline(machine.memory_gb * 1e9 / 2**30, color="black", linestyle="--", linewidth=1)
+    for axes, title in ((left, "step, ms (modelled)"), (right, "peak memory of the fullest rank, GiB")):
+        axes.set_xticks(range(len(sizes)), sizes)
+        axes.set_yscale("log")
+        axes.set_title(f"{title}; {found[0]['ranks']} {machine.name}")
+    left.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,124 @@
+"""From a config to a plan: memory, traffic, FLOPs and time of a run on ranks that are not there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dit_train.config import AdamWConfig, Config, OptimizerConfig
+from dit_train.data.sources import Summary
+from dit_train.model.sizes import check_model
+from dit_train.parallel.mesh import World
+from dit_train.planning import flops, memory, simulate
+from dit_train.planning.machine import Machine
+from dit_train.planning.steps import ModelTime, OptimizerCost, StepCost, model_time
+from dit_train.preflight import check_batch, check_parallel
+
+Say = Callable[[str], None]
+
+ADAMW = AdamWConfig()
+PERIODIC = ("muon_bp", "periodic_row_muon")
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A model on its ranks; the same for every optimizer."""
+
+    config: Config
+    ranks: int
+    world: World
+    parameters: int
+    flops: flops.ModelFlops
+    steps: simulate.ModelSteps
+    parameter_bytes: np.ndarray
+    """By rank, and as many of gradients."""
+    average_bytes: np.ndarray
+    """By rank."""
+
+    @property
+    def images(self) -> int:
+        """Images that a rank takes in a step."""
+        return self.config.train.batch // self.world.data_size
+
+    @property
+    def tensor_ranks(self) -> tuple[int, ...]:
+        """Ranks that share the matrices of rank 0's blocks."""
+        return tuple(range(self.world.tensor_size)) if self.world.tensor_size > 1 else ()
+
+    def time(self, machine: Machine) -> ModelTime:
+        """Time of a step without its optimizer."""
+        return model_time(self.steps, machine, self.tensor_ranks)
+
+    @property
+    def flops_a_rank(self) -> float:
+        """FLOPs of a step that the model's shapes ask for, a rank."""
+        return self.flops.total * self.config.train.batch / self.ranks
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """An optimizer on the ranks of a model."""
+
+    config: OptimizerConfig
+    period: float
+    """1: every step is a refresh. ∞: none is."""
+    cost: OptimizerCost
+    state_bytes: np.ndarray
+    """By rank."""
+
+    @property
+    def bytes_a_step(self) -> float:
+        """Bytes that the busiest rank's optimizer sends, mean over a period."""
+        refresh, between = (max(self.cost.kind(which).bytes_sent.values()) for which in (True, False))
+        return between + (refresh - between) / self.period
+
+    @property
+    def peak(self) -> int:
+        """Bytes of parameters, gradients, states and temporaries of a step of the optimizer, on rank 0."""
+        return max(kind.simulated.peak for kind in (self.cost.kind(True), self.cost.kind(False)))
+
+
+@contextmanager
+def planned(config: Config, images: Summary, ranks: int, say: Say) -> Iterator[ModelPlan]:
+    """The plan of a model; its fake ranks are there inside, for `plan_optimizer`.
+
+    Raises:
+        ConfigError: the settings do not fit each other or the ranks.
+    """
+    check_batch(config, ranks // check_parallel(config, ranks))
+    check_model(config.model, images.image_size)
+    with simulate.fake_world(config, ranks) as world:
+        say("building the model on fake ranks")
+        dit = simulate.build(config, images, world)
+        count, work = sum(p.numel() for p in dit.parameters()), flops.model_flops(dit)
+        held = memory.parameters(dit, world), memory.averages(dit, world)
+        kept = config.parallel.activation_checkpointing
+        say(f"forward and backward of {count / 1e9:.3f}B parameters, activation checkpointing {kept}")
+        yield ModelPlan(config, ranks, world, count, work, simulate.model_steps(config, dit, world), *held)
+
+
+def plan_optimizer(config: OptimizerConfig, model: ModelPlan, say: Say) -> OptimizerPlan:
+    """Build the optimizer over the model's shards, and take one step of each kind."""
+    say(f"steps of {config.name}")
+    dit, world = model.steps.dit, model.world
+    period = config.period if config.name in PERIODIC else math.inf if config.name == "block_muon" else 1
+    # both kinds of step are wanted, whatever the period
+    steps = simulate.build_optimizer(config, dit, period=2 if config.name in PERIODIC else 1)
+    kinds = {"muon": ["refresh"], "block_muon": ["other"], "adamw": ["other"]}.get(config.name, ["refresh", "other"])
+    found = {kind: _step_cost(steps, kind, model) for kind in kinds}
+    return OptimizerPlan(
+        config, period, OptimizerCost(found.get("refresh"), found.get("other")), memory.states(steps, world)
+    )
+
+
+def _step_cost(steps: Any, kind: str, model: ModelPlan) -> StepCost:
+    plan = steps.plan
+    buckets = len(plan.buckets) if kind == "refresh" else 0
+    # of rank 0's replica alone where replicas do the same
+    flops_, sent = ({rank: by[rank] for rank in plan.ranks} for by in (plan.flops(kind), plan.bytes_sent(kind)))
+    return StepCost(flops_, sent, buckets, simulate.optimizer_step(model.steps.dit, steps))

@@ -1,0 +1,172 @@
+"""Runs the real training step on one of many fake ranks, with tensors that have shapes and no memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dit_train.config import AdamWConfig, Config, ConfigError, OptimizerConfig
+from dit_train.data.sources import Summary
+from dit_train.diffusion.objectives import velocity_loss
+from dit_train.model.dit import DiT
+from dit_train.parallel import shard
+from dit_train.parallel.mesh import World, joined
+from dit_train.parallel.precision import DTYPES
+from dit_train.planning.record import Recorder
+from dit_train.run import faults, optimizer
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Forward and backward of one micro-batch."""
+
+    forward: Recorder
+    backward: Recorder
+    kept: int
+    """Bytes of activations between the two."""
+    peak: dict[str, int]
+    """Bytes by category of `FSDPMemTracker` at the moment that needs most."""
+
+
+@dataclass(frozen=True)
+class ModelSteps:
+    """What every step does whatever the optimizer."""
+
+    dit: DiT
+    passes: list[tuple[int, Pass]]
+    """Kinds of micro-batches, and how many a step has of each."""
+    rest: Recorder
+    """Gradient norm, agreement, clipping and averaging of weights."""
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """One kind of step of an optimizer."""
+
+    recorder: Recorder
+    peak: int
+    """Bytes of parameters, gradients, states and temporaries at the moment that needs most."""
+
+
+@contextmanager
+def fake_world(config: Config, ranks: int) -> Iterator[World]:
+    """Rank 0 of `ranks` that are not there; what it sends, goes nowhere."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        with joined(dataclasses.replace(config.parallel, device="cpu")) as world, _quiet():
+            yield world
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of a CPU that plays a GPU."""
+    logger = logging.getLogger("torch.distributed")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logger.setLevel(level)
+
+
+def compute_dtype(config: Config) -> str:
+    """``bf16`` or ``fp32``; GPUs that are planned for are faster in bf16."""
+    return "fp32" if config.train.compute_dtype == "fp32" else "bf16"
+
+
+def build(config: Config, images: Summary, world: World) -> DiT:
+    """The sharded model on the meta device: placements, but no memory, not even fake."""
+    with torch.device("meta"):
+        shape = {"channels": images.channels, "image_size": images.image_size, "num_classes": images.num_classes}
+        dit = DiT(config.model, **shape)
+    # compiled blocks would be compiled here; they have the same matrices, collectives and parameters
+    parallel = dataclasses.replace(config.parallel, compile=False)
+    shard.shard(dit, parallel, world, DTYPES[compute_dtype(config)])
+    return dit
+
+
+def build_optimizer(config: OptimizerConfig, dit: DiT, **settings: Any) -> Any:
+    """The real optimizer, with Newton–Schulz in bf16 unless the config says otherwise, and matrices not staggered.
+
+    Staggered ones cost the same over a period.
+
+    Raises:
+        ConfigError: for options that do not fit the shards.
+    """
+    if not isinstance(config, AdamWConfig):
+        names = {field.name for field in dataclasses.fields(config)}
+        fixed = {"stagger": False, "phase": 0, "compile": False, **settings}
+        fixed["ns_dtype"] = "bf16" if config.ns_dtype == "auto" else config.ns_dtype
+        config = dataclasses.replace(config, **{key: value for key, value in fixed.items() if key in names})
+    try:
+        return optimizer.build(config, dit)
+    except ValueError as error:
+        raise ConfigError(f"optimizer: {error}") from None
+
+
+def model_steps(config: Config, dit: DiT, world: World) -> ModelSteps:
+    """Give the model fake memory, and run the micro-batches of a step, with gradients left behind."""
+    share = config.train.batch // world.data_size
+    size = config.train.micro_batch or share
+    count = share // size
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        dit.to_empty(device="cpu")
+        dit.train()
+        kinds = [(count - 1, False)] * (count > 1) + [(1, True)]
+        if world.tensor_mesh is not None:  # see Recorder
+            _one_pass(config, dit, size, last=True)
+            dit.zero_grad()
+        passes = [(times, _one_pass(config, dit, size, last)) for times, last in kinds]
+        averages = [shard.local(p.detach()).clone() for p in dit.parameters()]
+        faults.gradient_norm(dit)  # see Recorder
+        with Recorder() as rest:
+            norm = faults.gradient_norm(dit)
+            dist.all_reduce(torch.zeros(2, dtype=torch.float64))  # faults.agree, whose answer is no number here
+            if config.train.clip_norm is not None:
+                faults.clip(dit, config.train.clip_norm, norm)
+            torch._foreach_lerp_(averages, [shard.local(p.detach()) for p in dit.parameters()], 0.1)
+    return ModelSteps(dit, passes, rest)
+
+
+def _one_pass(config: Config, dit: DiT, size: int, last: bool) -> Pass:
+    x = torch.randn(size, dit.channels, dit.image_size, dit.image_size)
+    t, labels, target = torch.rand(size), torch.zeros(size, dtype=torch.int64), torch.empty_like(x)
+    dit.set_requires_gradient_sync(last or config.parallel.sync_every_micro_batch)
+    dit.set_requires_all_reduce(last)
+    tracker = FSDPMemTracker(dit)
+    tracker.track_inputs((x, t, labels, target))
+    with tracker:
+        with Recorder() as forward:
+            loss = velocity_loss(dit(x, t, labels), target).sum() / size
+        kept = _snapshot(tracker, "current")["Activation"]
+        with Recorder() as backward:
+            loss.backward()
+    return Pass(forward, backward, kept, _snapshot(tracker, "peak"))
+
+
+def optimizer_step(dit: DiT, steps: Any) -> OptimizerStep:
+    """The next step of an optimizer on the gradients that a backward has left."""
+    fake = next(shard.local(p.detach()) for p in dit.parameters()).fake_mode
+    tracker = FSDPMemTracker(dit, steps)
+    with fake, tracker, Recorder() as recorder:
+        steps.step()
+    return OptimizerStep(recorder, _snapshot(tracker, "peak")["Total"])
+
+
+def _snapshot(tracker: FSDPMemTracker, when: str) -> dict[str, int]:
+    (snapshot,) = tracker.get_tracker_snapshot(when).values()
+    return {str(getattr(key, "value", key)): int(value) for key, value in snapshot.items()}

@@ -1,0 +1,152 @@
+"""A model of time: what a step computes and sends, divided by what a machine can do.
+
+    operator      the longer of its products at the peak (times an efficiency) and its bytes through GPU memory
+    forward, backward
+                  the longer of their operators and FSDP2's collectives, which hide behind each other; the sums over
+                  tensor-parallel ranks hide behind nothing
+    optimizer     its exchange in b buckets, and Newton–Schulz and passes over memory of the busiest rank: the longer
+                  of the two, and a b-th of the shorter, which the first bucket or the last waits for
+    rest          gradient norm, clipping, averaging: one after the other
+
+Left out: kernel launches, ranks that wait for each other, compiled blocks (whose operators are fewer), the data.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from dit_train.planning.machine import Machine
+from dit_train.planning.record import Collective, Recorder
+from dit_train.planning.simulate import ModelSteps, OptimizerStep
+
+PERIODS = range(1, 17)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What all ranks together do in one kind of step of an optimizer, by its plan."""
+
+    flops: Mapping[int, int]
+    """Newton–Schulz, and row steps, by rank."""
+    bytes_sent: Mapping[int, int]
+    """By rank."""
+    buckets: int
+    simulated: OptimizerStep
+    """The same step on rank 0."""
+
+    def seconds(self, machine: Machine) -> float:
+        """Time of the step."""
+        products = machine.product_seconds(max(self.flops.values(), default=0), "bf16")
+        operators = self.simulated.recorder.operators.items()
+        walks = machine.memory_seconds(sum(n * o.bytes for o, n in operators if not o.flops))
+        sent = self.simulated.recorder.bytes_sent
+        busiest = max(self.bytes_sent.values(), default=0) / sent if sent else 1.0
+        exchange = _link_seconds(self.simulated.recorder.links, machine, busiest)
+        computing = products + walks
+        return max(computing, exchange) + min(computing, exchange) / max(1, self.buckets)
+
+
+@dataclass(frozen=True)
+class OptimizerCost:
+    """What an optimizer costs: refreshes, and the steps between; one of them for those that know one kind only."""
+
+    refresh: StepCost | None
+    between: StepCost | None
+
+    def kind(self, refresh: bool) -> StepCost:
+        """The cost of a step of that kind, or of the only one."""
+        found = self.refresh if refresh else self.between
+        return found or self.between or self.refresh
+
+    def seconds(self, machine: Machine, period: float) -> float:
+        """Mean time of a step, one in `period` of which is a refresh."""
+        share = 1 / period
+        return share * self.kind(True).seconds(machine) + (1 - share) * self.kind(False).seconds(machine)
+
+
+@dataclass(frozen=True)
+class ModelTime:
+    """Seconds of a step without its optimizer."""
+
+    forward: float
+    backward: float
+    rest: float
+    waiting: float
+    """Of these, waiting for links."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.forward + self.backward + self.rest
+
+
+def model_time(steps: ModelSteps, machine: Machine, tensor_ranks: tuple[int, ...]) -> ModelTime:
+    """Time of forward, backward and what follows but the optimizer; `tensor_ranks` share the matrices of a block."""
+    times, waiting = [0.0, 0.0], 0.0
+    for count, one in steps.passes:
+        for i, recorder in enumerate((one.forward, one.backward)):
+            taken, waited = _hidden(recorder, machine, tensor_ranks)
+            times[i] += count * taken
+            waiting += count * waited
+    links = _link_seconds(steps.rest.links, machine)
+    rest = operator_seconds(steps.rest, machine) + links
+    return ModelTime(times[0], times[1], rest, waiting + links)
+
+
+def _hidden(recorder: Recorder, machine: Machine, tensor_ranks: tuple[int, ...]) -> tuple[float, float]:
+    """Time of a pass, and how much of it waits for links."""
+    computing = operator_seconds(recorder, machine)
+    exposed = Counter({link: n for link, n in recorder.links.items() if link.ranks == tensor_ranks})
+    behind = _link_seconds(recorder.links - exposed, machine)
+    summing = _link_seconds(exposed, machine)
+    taken = max(computing + summing, behind)
+    return taken, taken - computing
+
+
+def operator_seconds(recorder: Recorder, machine: Machine) -> float:
+    """Time of operators one after the other."""
+    return sum(
+        n * max(machine.product_seconds(o.flops, o.dtype), machine.memory_seconds(o.bytes))
+        for o, n in recorder.operators.items()
+    )
+
+
+def _link_seconds(links: Counter[Collective], machine: Machine, factor: float = 1.0) -> float:
+    return sum(n * machine.link_seconds(link.name, factor * link.bytes_sent, link.ranks) for link, n in links.items())
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What a period costs, against AdamW."""
+
+    period: int
+    step_seconds: float
+    """Mean over the period."""
+    against_adamw: float
+    """Share of AdamW's step that comes on top."""
+    against_hidden: float
+    """The same on top of AdamW, as a share of AdamW's step if no link were waited for: never less."""
+
+
+def overheads(
+    model: ModelTime, cost: OptimizerCost, adamw: OptimizerCost, machine: Machine, periods: Iterable[int] = PERIODS
+) -> list[Overhead]:
+    """The overhead of every period."""
+    plain = adamw.seconds(machine, 1)
+    found = []
+    for period in periods:
+        extra = cost.seconds(machine, period) - plain
+        base = model.total + plain
+        found.append(Overhead(period, base + extra, extra / base, extra / (base - model.waiting)))
+    return found
+
+
+def smallest_period(found: Iterable[Overhead], budget: float) -> int | None:
+    """The smallest period within the budget, None if no one is.
+
+    It is taken of AdamW's step without waiting for links. That holds what is meant, and a slow link, which slows AdamW
+    down too, can then not make an overhead look small: a slower link never gives a smaller period.
+    """
+    return min((o.period for o in found if o.against_hidden <= budget), default=None)
