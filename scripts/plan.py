@@ -13,15 +13,16 @@ and without activation checkpointing, prints one table and draws one picture; pu
 
 Times are modelled from stated peaks (dit_train/planning/machine.py has their sources), each of which is an option.
 
-FILE holds machine (its settings), plans, a list, and published (of a comparison: what, published, modelled). A plan
-holds size (of a comparison), ranks, mesh (ranks by dimension), parameters, images_a_rank, optimizer_name, period (null:
-no refresh), activation_checkpointing, flops_an_image (per_token, per_image, attention, total), memory (bytes, max and
-mean over ranks, of parameters, gradients, optimizer_states, average, gathered_weights, whole_gradients, activations and
-peak; peak_in says when), model_traffic (forward, backward, rest: collectives and bytes_sent of a rank in a step),
-optimizer (refresh, between: flops, bytes_sent, collectives, buckets, seconds; bytes_a_step, mean over a period), time
-(seconds: forward, backward, rest, waiting_for_links, optimizer, step; optimizer_share, against_adamw, tflops, mfu,
-images_a_second), and for optimizers with a period periods (of 1 to 16: period, step_seconds, against_adamw,
-against_hidden), budget and smallest_period (null: none).
+FILE holds machine (its settings), plans (a list) and published (of a comparison: what, published, modelled).
+
+A plan holds size (of a comparison), ranks, mesh (ranks by dimension), parameters, images_a_rank, optimizer_name, period
+(null: no refresh), activation_checkpointing, flops_an_image (per_token, per_image, attention, total), memory (bytes,
+max and mean over ranks, of parameters, gradients, optimizer_states, average, gathered_weights, whole_gradients,
+activations and peak; peak_in says when), model_traffic (forward, backward, rest: collectives and bytes_sent of a rank
+in a step), optimizer (refresh, between: flops, bytes_sent, collectives, buckets, seconds; bytes_a_step, mean over a
+period), time (seconds: forward, backward, rest, waiting_for_links, optimizer, step; optimizer_share, against_adamw,
+tflops, mfu, images_a_second), periods (1 to 16: period, step_seconds, against_adamw, against_hidden), budget and
+smallest_period (null: none). The last three are there for optimizers with a period alone.
 """
 
 from __future__ import annotations
@@ -120,10 +121,8 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> tuple[str, dict
     if chosen.compare:
         from dit_train.planning import compare
 
-        chosen_optimizers = {file: overlays.read([*configs, file], overrides).optimizer for file in files or OPTIMIZERS}
-        plans = compare.plans(
-            config, images, chosen.ranks, sizes or LARGE, chosen_optimizers, machine, chosen.budget, say
-        )
+        optimizers = [overlays.read([*configs, file], overrides).optimizer for file in files or OPTIMIZERS]
+        plans = compare.plans(config, images, chosen.ranks, sizes or LARGE, optimizers, machine, chosen.budget, say)
         compare.draw(plans, machine, chosen.compare)
         published = compare.published(plans)
         numbers = {"machine": dataclasses.asdict(machine), "plans": plans, "published": published}

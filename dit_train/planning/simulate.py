@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dit_train.config import AdamWConfig, Config, ConfigError, OptimizerConfig
@@ -68,6 +69,7 @@ def fake_world(config: Config, ranks: int) -> Iterator[World]:
             yield world
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it would send what DTensors of a later world send through groups of this one
 
 
 @contextmanager

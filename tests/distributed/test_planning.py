@@ -1,0 +1,116 @@
+"""What plans say against what real gloo ranks do: collectives, bytes sent and held, FLOPs of the optimizer."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+
+from dit_train.config import (
+    AdamWConfig,
+    Config,
+    ModelConfig,
+    MuonBPConfig,
+    ParallelConfig,
+    PeriodicRowMuonConfig,
+    TrainConfig,
+)
+from dit_train.data.sources import Summary
+from dit_train.parallel import shard
+from dit_train.parallel.mesh import joined
+from dit_train.parallel.shard import local
+from dit_train.planning.machine import MACHINES
+from dit_train.planning.plan import ADAMW, plan_optimizer, planned
+from dit_train.planning.report import figures
+from dit_train.preflight import Plan
+from dit_train.run import loop, optimizer
+from dit_train.run.batch import Batch
+from dit_train.run.checkpoint import RunState
+from dit_train.run.ema import EMA
+from dit_train.run.setup import Run
+from dit_train.run.stop import StopRequest
+from optimizers import census
+from tests.distributed.ranks import run
+
+IMAGES = Summary(channels=1, image_size=8, num_classes=10, train_count=0, heldout_count=0)
+MODEL = ModelConfig(width=64, depth=2, heads=4, qk_norm=True)
+
+
+def case(steps, *, parallel=None, micro_batch=None, **model):
+    train = TrainConfig(batch=24, micro_batch=micro_batch, compute_dtype="bf16")
+    parallel = ParallelConfig(device="cpu", **(parallel or {}))
+    return Config(model=dataclasses.replace(MODEL, **model), optimizer=steps, train=train, parallel=parallel)
+
+
+BP, ROWS = MuonBPConfig(period=2, ns_dtype="bf16"), PeriodicRowMuonConfig(period=2, ns_dtype="bf16")
+CASES = {
+    2: [
+        case(BP, parallel={"activation_checkpointing": "full"}),
+        case(dataclasses.replace(ROWS, exchange="gather", wire_dtype="fp32"), micro_batch=4),
+        case(AdamWConfig(), micro_batch=3, parallel={"sync_every_micro_batch": False, "reshard_after_forward": False}),
+    ],
+    3: [case(ROWS, adaln="lora", adaln_rank=8, swiglu=True, position="rope")],
+    4: [
+        case(BP, parallel={"replicas": 2}, micro_batch=6),
+        case(ROWS, parallel={"tensor": 2}),
+        case(ROWS, parallel={"replicas": 2, "tensor": 2, "activation_checkpointing": "selective"}),
+    ],
+}
+
+
+def predicted(config, ranks):
+    with planned(config, IMAGES, ranks, lambda text: None) as model:
+        own = plan_optimizer(config.optimizer, model, lambda text: None)
+        adamw = plan_optimizer(ADAMW, model, lambda text: None)
+        held = {"parameters": model.parameter_bytes, "states": own.state_bytes, "average": model.average_bytes}
+        return figures(model, own, adamw, MACHINES["h100"], 0.05), own.cost, held
+
+
+def real_steps(configs):
+    return [_real_steps(config) for config in configs]
+
+
+def _real_steps(config):
+    with joined(config.parallel) as world:
+        model = shard.build(config.model, config.parallel, IMAGES, world, torch.bfloat16, seed=0)
+        steps = optimizer.build(config.optimizer, model)
+        ema = EMA(model, 0.9)
+        one = Run(Plan(config, {}, None), world, None, model, ema, steps, [1e-3], RunState(), None)
+        share = config.train.batch // world.data_size
+        x = torch.randn(share, 1, 8, 8)
+        batch = Batch(x, torch.rand(share), torch.zeros(share, dtype=torch.int64), x)
+        kinds = []
+        for _ in range(2):
+            with census() as of_model:
+                loop._forward_backward(one, batch, StopRequest())
+            with census() as of_optimizer:
+                steps.step()
+            kinds.append((of_optimizer.calls, of_optimizer.bytes_sent, of_optimizer.flops))
+            steps.zero_grad()
+        states = [local(value) for state in steps.state.values() for value in state.values()]
+        held = {
+            "parameters": [local(p.detach()) for p in model.parameters()],
+            "states": states,
+            "average": [local(average) for average in ema.weights.values()],
+        }
+        sizes = {name: sum(t.untyped_storage().nbytes() for t in tensors) for name, tensors in held.items()}
+        return (of_model.calls, of_model.bytes_sent), kinds, sizes
+
+
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+def test_a_real_step_sends_multiplies_and_holds_what_its_plan_says(ranks):
+    by_rank = run(real_steps, ranks, CASES[ranks], timeout=240)
+    for number, config in enumerate(CASES[ranks]):
+        numbers, cost, held = predicted(config, ranks)
+        traffic = numbers["model_traffic"].values()
+        calls = sum((Counter(part["collectives"]) for part in traffic), Counter())
+        for rank, results in enumerate(by_rank):
+            where = f"{ranks} ranks, case {number}, rank {rank}"
+            of_model, kinds, sizes = results[number]
+            assert of_model == (calls, sum(part["bytes_sent"] for part in traffic)), where
+            for kind, (seen, sent, flops) in zip((cost.kind(True), cost.kind(False)), kinds, strict=True):
+                assert seen == kind.simulated.recorder.calls, where
+                assert sent == kind.bytes_sent.get(rank, 0), where
+                assert flops == kind.flops.get(rank, 0) or config.optimizer.name == "periodic_row_muon", where
+            for name, size in sizes.items():
+                assert size == pytest.approx(held[name][rank], rel=0.01), (where, name)

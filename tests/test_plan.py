@@ -1,0 +1,76 @@
+"""The planner's command: numbers as its docstring promises, and one line for what it cannot plan."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docstrings import keys
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+import plan
+
+BASE = "configs/quickstart/base.yaml"
+ROWS = "configs/optimizers/periodic_row_muon.yaml"
+EIGHT = ["--ranks", "8", "--gpu", "h100"]
+
+
+def test_it_writes_what_its_docstring_says(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    assert plan.main([BASE, ROWS, *EIGHT, "--json", str(out), "--model.depth", "2", "--network-gbs", "25"]) == 0
+    found = json.loads(out.read_text())
+    assert found.keys() == keys(plan.__doc__, "FILE holds ", ".\n") - {"published"}
+    (numbers,) = found["plans"]
+    assert numbers.keys() == keys(plan.__doc__, "A plan holds ", ". The last") - {"size"}
+    assert found["machine"]["network_gbs"] == 25 and numbers["smallest_period"] in range(1, 17)
+    assert [one["period"] for one in numbers["periods"]] == list(range(1, 17))
+    text = capsys.readouterr().out
+    assert "smallest period within 5.0%" in text and "GiB a rank" in text
+
+
+def test_it_plans_what_the_data_of_the_config_is_if_asked(tmp_path):
+    out = tmp_path / "plan.json"
+    assert plan.main([BASE, *EIGHT, "--own-data", "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["plans"][0]["parameters"] < 400_000  # digits, not latents of 1000 classes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([BASE, "--ranks", "7", "--gpu", "h100"], "train.batch: 128 images do not divide over 7 ranks"),
+        ([BASE, *EIGHT, "--model.widht", "64"], "model.width"),
+        ([BASE, *EIGHT, "--model.patch", "5"], "model.patch: 5 does not divide the image size 32"),
+        ([BASE, *EIGHT, "--parallel.tensor", "8"], "parallel.tensor: 8 does not divide model.heads"),
+        ([BASE, "configs/optimizers/muon_bp.yaml", *EIGHT, "--optimizer.block_grid", "3"], "optimizer: "),
+        (["nowhere.yaml", *EIGHT], "no such config file"),
+        ([BASE, "--ranks", "8", "--gpu", "a100"], "--gpu"),
+        ([BASE, *EIGHT, "--efficiency", "0"], "'0' is no number above 0"),
+        ([BASE, *EIGHT, "--json", "no/folder/plan.json"], "name a file in a folder that exists"),
+        ([BASE, *EIGHT, "--size", "S", "--size", "B"], "--size: several need --compare"),
+    ],
+)
+def test_what_cannot_be_planned_is_told_in_one_line(arguments, said, capsys):
+    try:
+        code = plan.main(arguments)
+    except SystemExit as left:
+        code = left.code
+    errors = capsys.readouterr().err.splitlines()
+    assert code == 2 and said in errors[-1]
+    assert all(" building " in line or " steps of " in line or " forward and " in line for line in errors[:-1])
+
+
+@pytest.mark.long
+def test_a_comparison_has_a_row_for_each_and_shares_the_models(tmp_path, capsys):
+    picture, out = tmp_path / "plan.png", tmp_path / "plan.json"
+    chosen = ["--size", "S", "--size", "B", "--compare", str(picture), "--json", str(out)]
+    for name in ("muon", "periodic_row_muon"):
+        chosen += ["--optimizer", f"configs/optimizers/{name}.yaml"]
+    assert plan.main([BASE, *EIGHT, *chosen]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("forward and backward") == 4 and picture.read_bytes().startswith(b"\x89PNG")
+    found = json.loads(out.read_text())
+    rows = [(one["size"], one["activation_checkpointing"], one["optimizer_name"]) for one in found["plans"]]
+    assert len(set(rows)) == len(rows) == 8
+    assert {row["published"] is not None for row in found["published"]} == {True}
+    assert "published (measured by its authors)" in said.out and "modelled here" in said.out
