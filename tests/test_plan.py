@@ -70,7 +70,14 @@ def test_a_comparison_has_a_row_for_each_and_shares_the_models(tmp_path, capsys)
     said = capsys.readouterr()
     assert said.err.count("forward and backward") == 4 and picture.read_bytes().startswith(b"\x89PNG")
     found = json.loads(out.read_text())
-    rows = [(one["size"], one["activation_checkpointing"], one["optimizer_name"]) for one in found["plans"]]
-    assert len(set(rows)) == len(rows) == 8
-    assert {row["published"] is not None for row in found["published"]} == {True}
-    assert "published (measured by its authors)" in said.out and "modelled here" in said.out
+    rows = [(one["size"], one["activation_checkpointing"], _form(one)) for one in found["plans"]]
+    assert len(set(rows)) == len(rows) == 16
+    sent = {_form(one): one["optimizer"]["bytes_a_step"] for one in found["plans"]}
+    assert sent["muon", "gather"] > sent["muon", "owner"] > sent["periodic_row_muon", "owner"]
+    cuts = [row["modelled"] for row in found["published"] if "against muon" in row["what"]]
+    assert len(cuts) == 2 and all(cut["owner"].startswith("-") and cut["gather"].startswith("-") for cut in cuts)
+    assert "published, measured" in said.out and "modelled, owner" in said.out
+
+
+def _form(one):
+    return one["optimizer_name"], one["exchange"]

@@ -7,14 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dit_train.config import Config, OptimizerConfig
+from dit_train.config import Config, MuonConfig, OptimizerConfig
 from dit_train.data.sources import Summary
 from dit_train.model.sizes import SIZES
 from dit_train.planning.machine import Machine
-from dit_train.planning.plan import ADAMW, ModelPlan, Say, plan_optimizer, planned
+from dit_train.planning.plan import ADAMW, OptimizerPlan, Say, plan_optimizer, planned
 from dit_train.planning.report import Figures, figures, table
 
 CHECKPOINTING = ("none", "full")
+
+_CUT = "-15.7 ... -24.3 % (DiT of 1.3B to 15B, K = 3)"
+"""arXiv 2608.20818, on 256 H100."""
+_RATES = {"muon": 105.09, "muon_bp": 113.37, "adamw": 117.30}
+"""arXiv 2510.16981, TFLOP/s a GPU."""
 
 
 def plans(
@@ -27,67 +32,78 @@ def plans(
     budget: float,
     say: Say,
 ) -> list[Figures]:
-    """`figures` of every size and optimizer, without and with activation checkpointing, which share the model's pass.
+    """`figures` of every size and optimizer, without and with activation checkpointing, which share the model's pass;
+    optimizers that exchange by owners once more as published, by gathering.
 
     Raises:
         ConfigError: a size or an optimizer does not fit the ranks.
     """
     found = []
     for size in sizes:
+        own: list[OptimizerPlan] = []
         for kept in CHECKPOINTING:
             model = dataclasses.replace(config.model, **SIZES[size])
             parallel = dataclasses.replace(config.parallel, activation_checkpointing=kept)
             sized = dataclasses.replace(config, model=model, parallel=parallel)
             with planned(sized, images, ranks, lambda text, size=size: say(f"{size}: {text}")) as one:
-                found += [{"size": size, **row} for row in _of_model(one, optimizers, machine, budget, say)]
+                # what an optimizer does knows nothing of activations
+                own = own or [plan_optimizer(settings, one, say) for settings in (ADAMW, *_forms(optimizers))]
+                rows = [figures(one, plan, own[0], machine, budget) for plan in own[1:]]
+                found += [{"size": size, **row} for row in rows]
     return found
 
 
-def _of_model(
-    model: ModelPlan, optimizers: Sequence[OptimizerConfig], machine: Machine, budget: float, say: Say
-) -> list[Figures]:
-    adamw = plan_optimizer(ADAMW, model, say)
-    own = [adamw if config.name == "adamw" else plan_optimizer(config, model, say) for config in optimizers]
-    return [figures(model, plan, adamw, machine, budget) for plan in own]
+def _forms(optimizers: Sequence[OptimizerConfig]) -> list[OptimizerConfig]:
+    """The optimizers, and the published form of those that exchange otherwise: every rank gathers every matrix."""
+    forms = []
+    for one in optimizers:
+        forms.append(one)
+        if isinstance(one, MuonConfig) and one.name != "block_muon" and one.exchange != "gather":
+            forms.append(dataclasses.replace(one, exchange="gather"))
+    return forms
 
 
 def published(found: Sequence[Figures]) -> list[dict[str, Any]]:
-    """What papers measured, and the same of these plans, without checkpointing; null where there is none."""
+    """What papers measured, and the same of these plans without checkpointing, by exchange; null where there is none.
+
+    Step time of `periodic_row_muon` against `muon`, and TFLOP/s a GPU of `muon`, `muon_bp` and `adamw`.
+    """
     rows = []
     for size in dict.fromkeys(one["size"] for one in found):
-        here = {one["optimizer_name"]: one for one in found if one["size"] == size}  # of two, the one that checkpoints
-        here |= {
-            one["optimizer_name"]: one
+        here = {
+            (one["optimizer_name"], one["exchange"]): one["time"]
             for one in found
             if one["size"] == size and one["activation_checkpointing"] == CHECKPOINTING[0]
         }
-        rows.append(
-            {
-                "what": f"{size}: step time of periodic_row_muon against muon",
-                "published": "-15.7 ... -24.3 % (DiT 1.3B to 15B, K = 3, 256 H100, arXiv 2608.20818)",
-                "modelled": _cut(here),
-            }
-        )
-        for name, rate in (("muon", 105.09), ("muon_bp", 113.37), ("adamw", 117.30)):
-            rows.append(
-                {
-                    "what": f"{size}: TFLOP/s a GPU, {name}",
-                    "published": f"{rate} (language model 8B, P = 5, arXiv 2510.16981)",
-                    "modelled": f"{here[name]['time']['tflops']:.2f}" if name in here else None,
-                }
-            )
+        cuts = {exchange: _cut(here, exchange) for exchange in ("owner", "gather")}
+        rows.append({"what": f"{size}: step, periodic_row_muon against muon", "published": _CUT, "modelled": cuts})
+        for name, rate in _RATES.items():
+            times = {e: here.get((name, e), here.get((name, None))) for e in ("owner", "gather")}
+            rates = {e: f"{time['tflops']:.1f}" if time else None for e, time in times.items()}
+            what = {"what": f"{size}: TFLOP/s a GPU, {name}", "published": f"{rate:.2f} (language model of 8B, P = 5)"}
+            rows.append({**what, "modelled": rates})
     return rows
 
 
-def _cut(here: Mapping[str, Figures]) -> str | None:
-    if not {"muon", "periodic_row_muon"} <= here.keys():
-        return None
-    return f"{here['periodic_row_muon']['time']['step'] / here['muon']['time']['step'] - 1:+.1%}"
+def _cut(here: Mapping[tuple[str, str | None], Figures], exchange: str) -> str | None:
+    rows, muon = here.get(("periodic_row_muon", exchange)), here.get(("muon", exchange))
+    return f"{rows['step'] / muon['step'] - 1:+.1%}" if rows and muon else None
 
 
 def text(found: Sequence[Figures], rows: Sequence[Mapping[str, Any]]) -> str:
     """One table of all plans, one of what was published."""
-    head = ("size", "checkpointing", "optimizer", "period", "peak GiB", "MB sent", "step ms", "optimizer", "vs AdamW")
+    head = (
+        "size",
+        "checkpointing",
+        "optimizer",
+        "exchange",
+        "period",
+        "peak GiB",
+        "MB sent",
+        "step ms",
+        "optimizer",
+        "vs AdamW",
+    )
     lines = [(*head, "TFLOP/s", "MFU", "smallest")]
     for one in found:
         time = one["time"]
@@ -96,6 +112,7 @@ def text(found: Sequence[Figures], rows: Sequence[Mapping[str, Any]]) -> str:
                 one["size"],
                 one["activation_checkpointing"],
                 one["optimizer_name"],
+                one["exchange"] or "-",
                 "-" if one["optimizer_name"] == "adamw" else str(one["period"] or "inf"),
                 f"{one['memory']['peak']['max'] / 2**30:.2f}",
                 f"{one['optimizer']['bytes_a_step'] / 1e6:,.1f}",
@@ -107,8 +124,8 @@ def text(found: Sequence[Figures], rows: Sequence[Mapping[str, Any]]) -> str:
                 str(one.get("smallest_period") or "-"),
             )
         )
-    known = [("", "published (measured by its authors)", "modelled here")]
-    known += [(row["what"], row["published"], row["modelled"] or "-") for row in rows]
+    known = [("", "published, measured", "modelled, owner", "modelled, gather (as published)")]
+    known += [(row["what"], row["published"], *(value or "-" for value in row["modelled"].values())) for row in rows]
     return "\n".join([*table(lines), "", *table(known)])
 
 
@@ -120,11 +137,11 @@ def draw(found: Sequence[Figures], machine: Machine, path: Path) -> None:
     from matplotlib import pyplot
 
     sizes = list(dict.fromkeys(one["size"] for one in found))
-    bars = list(dict.fromkeys((one["optimizer_name"], one["activation_checkpointing"]) for one in found))
+    bars = list(dict.fromkeys((_name(one), one["activation_checkpointing"]) for one in found))
     names = list(dict.fromkeys(name for name, _ in bars))
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
     for number, bar in enumerate(bars):
-        own = [one for one in found if (one["optimizer_name"], one["activation_checkpointing"]) == bar]
+        own = [one for one in found if (_name(one), one["activation_checkpointing"]) == bar]
         places = [sizes.index(one["size"]) + 0.8 * (number + 0.5) / len(bars) - 0.4 for one in own]
         style = {"color": f"C{names.index(bar[0])}", "hatch": "" if bar[1] == "none" else "///", "edgecolor": "white"}
         style |= {"width": 0.8 / len(bars), "label": f"{bar[0]}, {bar[1]} checkpointing"}
@@ -138,3 +155,7 @@ def draw(found: Sequence[Figures], machine: Machine, path: Path) -> None:
     left.legend(fontsize=7)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _name(one: Figures) -> str:
+    return one["optimizer_name"] + (", gather" if one["exchange"] == "gather" else "")

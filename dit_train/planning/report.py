@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dit_train.config import MuonConfig
 from dit_train.planning.machine import Machine
 from dit_train.planning.plan import PERIODIC, ModelPlan, OptimizerPlan
 from dit_train.planning.record import Recorder
@@ -31,6 +32,7 @@ def figures(model: ModelPlan, plan: OptimizerPlan, adamw: OptimizerPlan, machine
         "images_a_rank": model.images,
         "optimizer_name": plan.config.name,
         "period": plan.period if plan.period < float("inf") else None,
+        "exchange": plan.config.exchange if isinstance(plan.config, MuonConfig) else None,
         "activation_checkpointing": parallel.activation_checkpointing,
         "flops_an_image": dataclasses.asdict(model.flops) | {"total": model.flops.total},
         "memory": memory_figures(model, plan),
