@@ -9,8 +9,8 @@ of --image-size cells (those of 256 x 256 images) with --classes classes, or wit
 has. Nothing is trained and no memory is taken: 15B parameters on 256 ranks are planned in about a minute.
 
 --compare plans every named size (1.3B to 15B) with every optimizer file (adamw, muon, muon_bp, periodic_row_muon), with
-and without activation checkpointing, also in the published form of the exchange, prints one table and draws one
-picture; published figures stand beside modelled ones.
+and without activation checkpointing, prints one table and draws one picture; published figures stand beside modelled
+ones, those of the published form of the exchange too.
 
 Times are modelled from stated peaks (dit_train/planning/machine.py has their sources), each of which is an option.
 
@@ -18,12 +18,13 @@ FILE holds machine (its settings), plans (a list) and published (of a comparison
 modelled by exchange).
 
 A plan holds size (of a comparison), ranks, mesh (ranks by dimension), parameters, images_a_rank, optimizer_name, period
-(null: no refresh), exchange (null: AdamW), activation_checkpointing, flops_an_image (per_token, per_image, attention,
+(null: no refresh), activation_checkpointing, flops_an_image (per_token, per_image, attention,
 total), memory (bytes, max and mean over ranks, of parameters, gradients, optimizer_states, average, gathered_weights,
 whole_gradients, activations and peak; peak_in says when), model_traffic (forward, backward, rest: collectives and
 bytes_sent of a rank in a step), optimizer (refresh, between: flops, bytes_sent, collectives, buckets, seconds;
 bytes_a_step, mean over a period), time (seconds: forward, backward, rest, waiting_for_links, optimizer, step;
-optimizer_share, against_adamw, tflops, mfu, images_a_second), periods (1 to 16: period, step_seconds, against_adamw,
+optimizer_share, against_adamw, tflops, mfu, images_a_second), time_if_gathered (of a comparison: time
+of the published form), periods (1 to 16: period, step_seconds, against_adamw,
 against_hidden), budget and smallest_period (null: none). The last three are there for optimizers with a period alone.
 """
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dit_train.config import Config, MuonConfig, OptimizerConfig
+from dit_train.config import Config, OptimizerConfig
 from dit_train.data.sources import Summary
 from dit_train.model.sizes import SIZES
 from dit_train.planning.machine import Machine
-from dit_train.planning.plan import ADAMW, OptimizerPlan, Say, plan_optimizer, planned
-from dit_train.planning.report import Figures, figures, table
+from dit_train.planning.plan import ADAMW, OptimizerPlan, Say, gathered, plan_optimizer, planned
+from dit_train.planning.report import Figures, figures, table, time_figures
 
 CHECKPOINTING = ("none", "full")
 
@@ -32,8 +32,9 @@ def plans(
     budget: float,
     say: Say,
 ) -> list[Figures]:
-    """`figures` of every size and optimizer, without and with activation checkpointing, which share the model's pass;
-    optimizers that exchange by owners once more as published, by gathering.
+    """`figures` of every size and optimizer, without and with activation checkpointing, which share the model's pass.
+
+    ``time_if_gathered`` is the time of the published form, in which every rank gathers and orthogonalises every matrix.
 
     Raises:
         ConfigError: a size or an optimizer does not fit the ranks.
@@ -47,20 +48,12 @@ def plans(
             sized = dataclasses.replace(config, model=model, parallel=parallel)
             with planned(sized, images, ranks, lambda text, size=size: say(f"{size}: {text}")) as one:
                 # what an optimizer does knows nothing of activations
-                own = own or [plan_optimizer(settings, one, say) for settings in (ADAMW, *_forms(optimizers))]
-                rows = [figures(one, plan, own[0], machine, budget) for plan in own[1:]]
-                found += [{"size": size, **row} for row in rows]
+                own = own or [plan_optimizer(settings, one, say) for settings in (ADAMW, *optimizers)]
+                for plan in own[1:]:
+                    form = time_figures(one, gathered(plan, one), own[0], machine)
+                    row = figures(one, plan, own[0], machine, budget)
+                    found.append({"size": size, **row, "time_if_gathered": form})
     return found
-
-
-def _forms(optimizers: Sequence[OptimizerConfig]) -> list[OptimizerConfig]:
-    """The optimizers, and the published form of those that exchange otherwise: every rank gathers every matrix."""
-    forms = []
-    for one in optimizers:
-        forms.append(one)
-        if isinstance(one, MuonConfig) and one.name != "block_muon" and one.exchange != "gather":
-            forms.append(dataclasses.replace(one, exchange="gather"))
-    return forms
 
 
 def published(found: Sequence[Figures]) -> list[dict[str, Any]]:
@@ -69,42 +62,28 @@ def published(found: Sequence[Figures]) -> list[dict[str, Any]]:
     Step time of `periodic_row_muon` against `muon`, and TFLOP/s a GPU of `muon`, `muon_bp` and `adamw`.
     """
     rows = []
+    forms = {"owner": "time", "gather": "time_if_gathered"}
     for size in dict.fromkeys(one["size"] for one in found):
-        here = {
-            (one["optimizer_name"], one["exchange"]): one["time"]
-            for one in found
-            if one["size"] == size and one["activation_checkpointing"] == CHECKPOINTING[0]
-        }
-        cuts = {exchange: _cut(here, exchange) for exchange in ("owner", "gather")}
+        plain = [one for one in found if one["size"] == size and one["activation_checkpointing"] == CHECKPOINTING[0]]
+        here = {one["optimizer_name"]: one for one in plain}
+        cuts = {form: _cut(here, key) for form, key in forms.items()}
         rows.append({"what": f"{size}: step, periodic_row_muon against muon", "published": _CUT, "modelled": cuts})
         for name, rate in _RATES.items():
-            times = {e: here.get((name, e), here.get((name, None))) for e in ("owner", "gather")}
-            rates = {e: f"{time['tflops']:.1f}" if time else None for e, time in times.items()}
+            rates = {form: f"{here[name][key]['tflops']:.1f}" if name in here else None for form, key in forms.items()}
             what = {"what": f"{size}: TFLOP/s a GPU, {name}", "published": f"{rate:.2f} (language model of 8B, P = 5)"}
             rows.append({**what, "modelled": rates})
     return rows
 
 
-def _cut(here: Mapping[tuple[str, str | None], Figures], exchange: str) -> str | None:
-    rows, muon = here.get(("periodic_row_muon", exchange)), here.get(("muon", exchange))
-    return f"{rows['step'] / muon['step'] - 1:+.1%}" if rows and muon else None
+def _cut(here: Mapping[str, Figures], key: str) -> str | None:
+    rows, muon = here.get("periodic_row_muon"), here.get("muon")
+    return f"{rows[key]['step'] / muon[key]['step'] - 1:+.1%}" if rows and muon else None
 
 
 def text(found: Sequence[Figures], rows: Sequence[Mapping[str, Any]]) -> str:
     """One table of all plans, one of what was published."""
-    head = (
-        "size",
-        "checkpointing",
-        "optimizer",
-        "exchange",
-        "period",
-        "peak GiB",
-        "MB sent",
-        "step ms",
-        "optimizer",
-        "vs AdamW",
-    )
-    lines = [(*head, "TFLOP/s", "MFU", "smallest")]
+    memory, times = ("peak GiB", "MB sent"), ("step ms", "optimizer", "vs AdamW", "TFLOP/s", "MFU", "smallest")
+    lines = [("size", "checkpointing", "optimizer", "period", *memory, *times)]
     for one in found:
         time = one["time"]
         lines.append(
@@ -112,7 +91,6 @@ def text(found: Sequence[Figures], rows: Sequence[Mapping[str, Any]]) -> str:
                 one["size"],
                 one["activation_checkpointing"],
                 one["optimizer_name"],
-                one["exchange"] or "-",
                 "-" if one["optimizer_name"] == "adamw" else str(one["period"] or "inf"),
                 f"{one['memory']['peak']['max'] / 2**30:.2f}",
                 f"{one['optimizer']['bytes_a_step'] / 1e6:,.1f}",
@@ -137,11 +115,11 @@ def draw(found: Sequence[Figures], machine: Machine, path: Path) -> None:
     from matplotlib import pyplot
 
     sizes = list(dict.fromkeys(one["size"] for one in found))
-    bars = list(dict.fromkeys((_name(one), one["activation_checkpointing"]) for one in found))
+    bars = list(dict.fromkeys((one["optimizer_name"], one["activation_checkpointing"]) for one in found))
     names = list(dict.fromkeys(name for name, _ in bars))
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
     for number, bar in enumerate(bars):
-        own = [one for one in found if (_name(one), one["activation_checkpointing"]) == bar]
+        own = [one for one in found if (one["optimizer_name"], one["activation_checkpointing"]) == bar]
         places = [sizes.index(one["size"]) + 0.8 * (number + 0.5) / len(bars) - 0.4 for one in own]
         style = {"color": f"C{names.index(bar[0])}", "hatch": "" if bar[1] == "none" else "///", "edgecolor": "white"}
         style |= {"width": 0.8 / len(bars), "label": f"{bar[0]}, {bar[1]} checkpointing"}
@@ -155,7 +133,3 @@ def draw(found: Sequence[Figures], machine: Machine, path: Path) -> None:
     left.legend(fontsize=7)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def _name(one: Figures) -> str:
-    return one["optimizer_name"] + (", gather" if one["exchange"] == "gather" else "")

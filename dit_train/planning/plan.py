@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from dit_train.model.sizes import check_model
 from dit_train.parallel.mesh import World
 from dit_train.planning import flops, memory, simulate
 from dit_train.planning.machine import Machine
+from dit_train.planning.record import Collective, Recorder
 from dit_train.planning.steps import ModelTime, OptimizerCost, StepCost, model_time
 from dit_train.preflight import check_batch, check_parallel
 
@@ -122,3 +124,24 @@ def _step_cost(steps: Any, kind: str, model: ModelPlan) -> StepCost:
     # of rank 0's replica alone where replicas do the same
     flops_, sent = ({rank: by[rank] for rank in plan.ranks} for by in (plan.flops(kind), plan.bytes_sent(kind)))
     return StepCost(flops_, sent, buckets, simulate.optimizer_step(model.steps.dit, steps))
+
+
+def gathered(plan: OptimizerPlan, model: ModelPlan) -> OptimizerPlan:
+    """The same optimizer where every rank gathers every matrix, the published form, by the plan alone.
+
+    Its passes over memory are taken to grow as its products do. Those over 256 parts of each matrix are too many to
+    simulate, so its peak of memory is not known.
+    """
+    if plan.cost.refresh is None:
+        return plan
+    owners = plan.cost.refresh
+    steps = simulate.build_optimizer(plan.config, model.steps.dit, exchange="gather")
+    flops_, sent, recorder = steps.plan.flops("refresh"), steps.plan.bytes_sent("refresh"), Recorder()
+    for placed in steps.plan.buckets:
+        recorder.links[Collective("_allgather_base_", placed.bucket.bytes_sent[0], placed.ranks)] += 1
+        recorder.bytes_sent += placed.bucket.bytes_sent[0]
+    for operator, count in owners.simulated.recorder.operators.items():
+        walked = operator.bytes * flops_[0] // max(1, owners.flops[0])
+        recorder.operators[operator._replace(bytes=operator.bytes if operator.flops else walked)] += count
+    cost = StepCost(flops_, sent, len(steps.plan.buckets), simulate.OptimizerStep(recorder, owners.simulated.peak))
+    return dataclasses.replace(plan, cost=OptimizerCost(cost, plan.cost.between))

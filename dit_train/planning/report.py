@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from dit_train.config import MuonConfig
 from dit_train.planning.machine import Machine
 from dit_train.planning.plan import PERIODIC, ModelPlan, OptimizerPlan
 from dit_train.planning.record import Recorder
@@ -32,13 +31,12 @@ def figures(model: ModelPlan, plan: OptimizerPlan, adamw: OptimizerPlan, machine
         "images_a_rank": model.images,
         "optimizer_name": plan.config.name,
         "period": plan.period if plan.period < float("inf") else None,
-        "exchange": plan.config.exchange if isinstance(plan.config, MuonConfig) else None,
         "activation_checkpointing": parallel.activation_checkpointing,
         "flops_an_image": dataclasses.asdict(model.flops) | {"total": model.flops.total},
         "memory": memory_figures(model, plan),
         "model_traffic": _model_traffic(model),
         "optimizer": _optimizer_figures(plan, machine),
-        "time": _time_figures(model, plan, adamw, machine),
+        "time": time_figures(model, plan, adamw, machine),
     }
     if plan.config.name in PERIODIC:
         found = overheads(model.time(machine), plan.cost, adamw.cost, machine)
@@ -103,7 +101,8 @@ def _step_figures(cost: StepCost, machine: Machine) -> Figures:
     return numbers | {"collectives": calls, "buckets": cost.buckets, "seconds": cost.seconds(machine)}
 
 
-def _time_figures(model: ModelPlan, plan: OptimizerPlan, adamw: OptimizerPlan, machine: Machine) -> Figures:
+def time_figures(model: ModelPlan, plan: OptimizerPlan, adamw: OptimizerPlan, machine: Machine) -> Figures:
+    """Modelled seconds of a step, and what follows from them."""
     one, optimizing = model.time(machine), plan.cost.seconds(machine, plan.period)
     plain = adamw.cost.seconds(machine, 1)
     step = one.total + optimizing
