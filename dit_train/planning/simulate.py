@@ -137,7 +137,7 @@ def model_steps(config: Config, dit: DiT, world: World) -> ModelSteps:
         faults.gradient_norm(dit)  # see Recorder
         with Recorder() as rest:
             norm = faults.gradient_norm(dit)
-            dist.all_reduce(torch.zeros(2, dtype=torch.float64))  # faults.agree, whose answer is no number here
+            dist.all_reduce(torch.zeros(4, dtype=torch.float64))  # faults.agree, whose answer is no number here
             if config.train.clip_norm is not None:
                 faults.clip(dit, config.train.clip_norm, norm)
             torch._foreach_lerp_(averages, [shard.local(p.detach()) for p in dit.parameters()], 0.1)

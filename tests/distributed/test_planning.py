@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
+from dit_train.checkpoint.manifest import RunState
 from dit_train.config import (
     AdamWConfig,
     Config,
@@ -25,7 +26,6 @@ from dit_train.planning.report import figures
 from dit_train.preflight import Plan
 from dit_train.run import loop, optimizer
 from dit_train.run.batch import Batch
-from dit_train.run.checkpoint import RunState
 from dit_train.run.ema import EMA
 from dit_train.run.setup import Run
 from dit_train.run.stop import StopRequest
@@ -75,7 +75,7 @@ def _real_steps(config):
         model = shard.build(config.model, config.parallel, IMAGES, world, torch.bfloat16, seed=0)
         steps = optimizer.build(config.optimizer, model)
         ema = EMA(model, 0.9)
-        one = Run(Plan(config, {}, None), world, None, model, ema, steps, [1e-3], RunState(), None)
+        one = Run(Plan(config, {}, None), world, None, model, ema, steps, [1e-3], RunState(), None, None)
         share = config.train.batch // world.data_size
         x = torch.randn(share, 1, 8, 8)
         batch = Batch(x, torch.rand(share), torch.zeros(share, dtype=torch.int64), x)
