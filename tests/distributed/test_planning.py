@@ -97,7 +97,7 @@ def _real_steps(config):
         return (of_model.calls, of_model.bytes_sent), kinds, sizes
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (3, 4))])
 def test_a_real_step_sends_multiplies_and_holds_what_its_plan_says(ranks):
     by_rank = run(real_steps, ranks, CASES[ranks], timeout=240)
     for number, config in enumerate(CASES[ranks]):
