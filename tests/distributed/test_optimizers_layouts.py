@@ -569,7 +569,7 @@ def outcome(ranks):
     return run(everything, ranks, CHECKPOINT.name, timeout=600)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (4, 8))])
 def test_every_layout_on_gloo_ranks(ranks):
     outcome(ranks)
 

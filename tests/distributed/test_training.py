@@ -141,7 +141,7 @@ def furthest(ours: list[float], theirs: list[float]) -> float:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "periodic_row_muon"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_losses_do_not_depend_on_the_number_of_ranks(name, ranks):
     assert furthest(losses(runs(ranks) / name), losses(runs(1) / name)) < 1e-5
     assert furthest(heldout(runs(ranks) / name), heldout(runs(1) / name)) < 1e-5
@@ -175,7 +175,7 @@ def test_accumulation_and_resharding_do_not_change_the_run(name):
     assert furthest(losses(runs(2) / name), losses(runs(2) / "muon")) < 1e-5
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("micro", "sync"), DIVISIONS)
 def test_ranks_micro_batches_and_accumulation_together_change_nothing_but_the_order_of_sums(ranks, micro, sync):
     def found(folder: Path) -> list[float]:
