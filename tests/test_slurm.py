@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dit_train.checkpoint import manifest
+from dit_train.checkpoint.manifest import Manifest, RunState
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "slurm" / "train.sbatch"
 SRUN = """#!/usr/bin/env bash
 printf '%s\\n' "$@" > "$LOG/srun"
@@ -25,7 +28,7 @@ def start(tmp_path: Path, step: str) -> subprocess.Popen:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "exit.json").write_text('{"code": 85, "message": "of an earlier start"}')
     slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
     own = {
@@ -40,6 +43,18 @@ def start(tmp_path: Path, step: str) -> subprocess.Popen:
 
 def read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
+
+
+@pytest.mark.parametrize(("saves", "seconds"), [((), "280"), ((12.5,), "280"), ((500.0, 150.2), "453")])
+def test_ranks_have_the_time_of_three_measured_saves_to_stop(tmp_path, saves, seconds):
+    for step, took in enumerate(saves):
+        folder = tmp_path / "run" / "checkpoints" / f"step_{step:07d}"
+        folder.mkdir(parents=True)
+        manifest.write(folder, Manifest(RunState(step, save_seconds=took), {}, [], {}))
+    with start(tmp_path, "exit 0") as script:
+        script.stdout.read()
+    words = read(tmp_path / "srun").splitlines()
+    assert words[words.index("--shutdown-timeout") + 1] == seconds
 
 
 def test_the_script_is_sound_bash():
