@@ -5,8 +5,9 @@ usage: python scripts/plan.py CONFIG... --ranks 256 --gpu h100 [--section.key VA
                               [--size NAME ...] [--optimizer FILE ...]
 
 Configs are laid over each other, then the --section.key arguments, as in training. The model sees --channels latents
-of --image-size cells (those of 256 x 256 images) with --classes classes, or what the data of the config has if it is
-latents, or with --own-data. Nothing is trained and no memory is taken: 15B parameters on 256 ranks take half a minute.
+of --image-size cells (those of 256 x 256 images) with --classes classes, or what the data of the config has if it names
+a folder of latents, or with --own-data. Nothing is trained and no memory is taken: 15B parameters on 256 ranks take
+half a minute.
 
 --compare plans every named size (1.3B to 15B) with every optimizer file (adamw, muon, muon_bp, periodic_row_muon), with
 and without activation checkpointing, prints one table and draws one picture; published figures stand beside modelled
@@ -105,7 +106,7 @@ def machine_of(chosen: argparse.Namespace) -> Machine:
 
 def images_of(chosen: argparse.Namespace, config: Config) -> sources.Summary:
     """What the model sees."""
-    if chosen.own_data or config.data.source == "latents":
+    if chosen.own_data or (config.data.source == "latents" and config.data.path is not None):
         return sources.check(config.data)
     return sources.Summary(chosen.channels, chosen.image_size, chosen.classes, 0, 0)
 

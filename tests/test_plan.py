@@ -35,6 +35,12 @@ def test_it_plans_what_the_data_of_the_config_is_if_asked(tmp_path):
     assert json.loads(out.read_text())["plans"][0]["parameters"] < 400_000  # digits, not latents of 1000 classes
 
 
+def test_it_plans_a_size_before_there_are_latents(tmp_path):
+    out = tmp_path / "plan.json"
+    assert plan.main(["configs/scale/S.yaml", "configs/scale/muon.yaml", *EIGHT, "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["plans"][0]["parameters"] // 10**6 == 32
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
