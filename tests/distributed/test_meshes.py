@@ -6,9 +6,11 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -154,8 +156,8 @@ def test_a_run_goes_on_on_another_mesh_and_is_scored_alike(mesh):
         [row["value"] for row in rows(folder, "scores.jsonl") if row["kind"] == "score"] for folder in (ours, theirs)
     ]
     assert len(scores[0]) == 2 and furthest(*scores) < 1e-3
-    pictures = [(folder / "samples" / "step_0000006.png").read_bytes() for folder in (ours, theirs)]
-    assert len(pictures[0]) == pytest.approx(len(pictures[1]), rel=0.02)
+    pictures = [np.asarray(Image.open(folder / "samples" / "step_0000006.png"), int) for folder in (ours, theirs)]
+    assert pictures[1].std() > 10 and abs(pictures[0] - pictures[1]).max() <= 1  # a level: rounding
 
 
 def reductions_over_replicas() -> list[int]:
