@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from eval.files import replacing
+
 _CHUNK = 1 << 22
 
 
@@ -24,12 +26,8 @@ def sha256(path: Path, progress: Callable[[int], object] = lambda _: None) -> st
 
 def write_durably(path: Path, text: str) -> None:
     """Write a text file whole or not at all, and to the disk."""
-    beside = path.with_name(f"{path.name}.tmp")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    with replacing(path) as file:
+        file.write(text.encode())
     sync_folder(path.parent)
 
 

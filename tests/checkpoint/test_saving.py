@@ -122,7 +122,7 @@ def test_files_and_folders_are_on_the_disk_before_the_rename_and_the_rename_befo
         f"sync {partial}/__0_0.distcp",
         f"sync {partial}/.metadata.tmp",
         f"rename {partial}/.metadata.tmp",
-        f"sync {partial}/state.json.tmp",
+        f"sync {partial}/.state.json.{os.getpid()}.tmp",
         f"sync {partial}",
         f"rename {partial}",
         "sync checkpoints",
