@@ -20,6 +20,7 @@ def row_steps_across(
     buffers: Callable[[Task], list[Tensor]],
     advance: Callable[[Task], FormInput],
     look_ahead: Callable[[Task], FormInput],
+    all_reduce: Callable[[Tensor, dist.ProcessGroup], None],
 ) -> int:
     """Take the row steps of tasks whose layouts have ``column_groups``; the bytes that this rank sends for it.
 
@@ -44,7 +45,7 @@ def row_steps_across(
         for group in column_groups:
             ranks = dist.get_world_size(group)
             sent += 2 * packed.nbytes * (ranks - 1) // ranks
-            dist.all_reduce(packed, group=group)
+            all_reduce(packed, group)
         for task, own in zip(members, walks, strict=True):
             for factor, u, parts, (w, *_, sums) in walk(own, look_ahead(task)):
                 to_steps(u, task.group["lr"], factor, torch.cat([total[:, :1] for total in sums]))

@@ -32,6 +32,7 @@ from .momentum import advance_in, look_ahead, update_momentum
 from .options import check_options, find_algorithm, plain
 from .rows import row_step
 from .scaling import spectral_scale
+from .spans import Spans, spent_on
 from .stored_state import check_stored, complete, unwrap_tensors, wrap_tensors
 from .task import Task
 from .update import apply
@@ -61,6 +62,8 @@ class Driver(torch.optim.Optimizer):
             process_group without this rank, and if ranks disagree about the parameter groups. An error of one rank is
             raised on all that share its meshes or its process_group.
     """
+
+    _spans: Spans | None = None
 
     def __init__(
         self,
@@ -121,6 +124,23 @@ class Driver(torch.optim.Optimizer):
         if self._jobs is None or self._built_for != self._present():
             raise RuntimeError("the plan follows the parameters at the next step or load_state_dict; ask after it")
         return plan_of(self._jobs, self.param_groups)
+
+    def time_spans(self, enabled: bool = True) -> None:
+        """From the next step on, measure what its time goes to, or no longer."""
+        self._spans = Spans(self._clock) if enabled else None
+
+    @property
+    def span_ms(self) -> dict[str, float]:
+        """Milliseconds of the last step: momentum, exchange, orthogonalisation, update, other; see ``spans.py``.
+
+        {} without ``time_spans()`` before that step. On a GPU it waits for the step's end.
+        """
+        return self._spans.milliseconds() if self._spans is not None else {}
+
+    def _clock(self) -> torch.device:
+        """The device whose time is measured; where there are several, the first GPU's, as it is waited for."""
+        devices = [job.device for job in self._jobs]
+        return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 
     # -- groups and state -------------------------------------------------------------------------------------------
 
@@ -245,12 +265,11 @@ class Driver(torch.optim.Optimizer):
                 loss = closure()
         if self._jobs is None or self._built_for != self._present():
             self._rebuild()
-        tasks = [self._task(job) for job in self._jobs]
         with ExitStack() as stack:
             for kind in {job.device.type for job in self._jobs}:
                 if torch.is_autocast_enabled(kind):  # it would choose the dtype of the iterations
                     stack.enter_context(torch.autocast(kind, enabled=False))
-            self._run(tasks)
+            self._run()
         for group in self.param_groups:
             group["step"] += 1
         return loss
@@ -262,7 +281,9 @@ class Driver(torch.optim.Optimizer):
         gradients = job.select(local_gradients(job))
         return Task(job, group, algorithm, algorithm.refreshes(group, job.offset), weights, gradients)
 
-    def _run(self, tasks: Sequence[Task]) -> None:
+    @spent_on("other")
+    def _run(self) -> None:
+        tasks = [self._task(job) for job in self._jobs]
         travelling = [task for task in tasks if task.travels]
         self._travelled = [task.job for task in travelling]
 
@@ -270,11 +291,21 @@ class Driver(torch.optim.Optimizer):
             for task in tasks:
                 if not task.travels and not task.shares_rows:
                     self._stay(task)
-            sharing = [task for task in tasks if task.shares_rows]
-            self._reduced_bytes = row_steps_across(sharing, self._buffers, self._advancing, self._looking_ahead)
+            self._share([task for task in tasks if task.shares_rows])
 
         pipeline(travelling, self._depart, self._turn, self._land, self._max_in_flight, meanwhile)
 
+    @spent_on("update")
+    def _share(self, tasks: Sequence[Task]) -> None:
+        """Take the row steps of jobs whose rows ranks share."""
+        forms = (self._advancing, self._looking_ahead)
+        self._reduced_bytes = row_steps_across(tasks, self._buffers, *forms, self._all_reduce)
+
+    @spent_on("exchange")
+    def _all_reduce(self, packed: Tensor, group: dist.ProcessGroup) -> None:
+        dist.all_reduce(packed, group=group)
+
+    @spent_on("update")
     def _stay(self, task: Task) -> None:
         """Update a job without communication."""
         if task.algorithm.elementwise is not None:
@@ -286,26 +317,39 @@ class Driver(torch.optim.Optimizer):
             take_compiled = self._kernels.row_step if self._compile else None
             row_step(*states, task.job.layouts, task.group, self._advancing(task), take_compiled)
             return
-        direction = spectral if task.refresh else task.algorithm.between
-        apply(direction(task.weights, self._inputs(task), task.job.layouts, task.group), task.group)
+        apply(self._direct(task), task.group)
 
+    @spent_on("orthogonalisation")
+    def _direct(self, task: Task) -> Step:
+        direction = spectral if task.refresh else task.algorithm.between
+        return direction(task.weights, self._inputs(task), task.job.layouts, task.group)
+
+    @spent_on("exchange")
     def _depart(self, task: Task) -> tuple[Task, Any]:
         job = task.job
         form = partial(self._form, task)
         return task, task.route.depart(job.bucket, form, job.layouts[0].rank, job.team.open(), job.device)
 
+    @spent_on("exchange")
     def _turn(self, travelling: tuple[Task, Any]) -> tuple[Task, Any]:
         task, trip = travelling
         return task, task.route.turn(trip, partial(self._orthogonalise, task))
 
+    @spent_on("orthogonalisation")
     def _orthogonalise(self, task: Task, matrices: list[Pieces], stack_bytes: int) -> None:
         orthogonalise(matrices, task.group, task.weights[0], stack_bytes)
 
+    @spent_on("update")
     def _land(self, travelling: tuple[Task, Any]) -> None:
         task, trip = travelling
         factors = [spectral_scale(task.group["adjust_lr_fn"], *layout.shape) for layout in task.job.layouts]
-        apply(Step(task.weights, task.route.land(trip), factors), task.group)
+        apply(Step(task.weights, self._arrive(task, trip), factors), task.group)
 
+    @spent_on("exchange")
+    def _arrive(self, task: Task, trip: Any) -> list[Tensor]:
+        return task.route.land(trip)
+
+    @spent_on("momentum")
     def _inputs(self, task: Task) -> list[Tensor]:
         """U of a task: on a refresh new tensors of the dtype in which it would travel, else as ``_advancing`` gives."""
         buffers = self._buffers(task)
@@ -316,6 +360,7 @@ class Driver(torch.optim.Optimizer):
         self._form(task, inputs)
         return inputs
 
+    @spent_on("momentum")
     def _form(self, task: Task, outs: Sequence[Tensor | None]) -> None:
         """Update the momentum of a task and form U where it is wanted."""
         # Replicas advance one matrix alike, to the last bit, though only its owner's sends U.

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from optimizers import AdamW, BlockMuon, Muon, MuonBP, PeriodicRowMuon, census, param_groups
 from optimizers.sharding.layout import chunk_rows
 from tests.distributed.ranks import RankError, run, run_case
+from tests.optimizers.test_spans import divided
 
 FP32 = {"ns_dtype": torch.float32, "wire_dtype": torch.float32}
 # uneven, square, tall, fewer rows than ranks, one row, one column, equal shapes, a convolution, a stack
@@ -424,6 +425,21 @@ def case_the_census_sees_other_collectives():
         with census() as seen:
             collective()
         assert seen.collectives == 1 and seen.bytes_sent == (at_root if rank == root else elsewhere)
+
+
+def case_the_time_of_a_step_is_divided_into_what_it_was_spent_on():
+    everything = "momentum exchange orthogonalisation update"
+    for options in ({}, {"exchange": "gather"}, {"bucket_bytes": 200}, {"bucket_bytes": 200, "max_in_flight": 1}):
+        params = weights(SHAPES, Shard(0))
+        set_gradients(params, 0)
+        optimizer = MuonBP(params, period=2, **options)
+        divided(optimizer, everything)
+        divided(optimizer, "momentum orthogonalisation update")  # blocks
+    params = weights([(8, 12), (12, 24)], Shard(1))
+    set_gradients(params, 0)
+    optimizer = PeriodicRowMuon(params, period=2)
+    divided(optimizer, everything)
+    divided(optimizer, "exchange update", momentum="update")  # sums over rows that ranks share
 
 
 def case_two_copies_of_an_optimizer_step_alike():
