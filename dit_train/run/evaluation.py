@@ -57,7 +57,12 @@ class Evaluation:
         loss = heldout.loss(self._run.model, beat)
         with self._run.ema.applied():
             averaged = heldout.loss(self._run.model, beat)
-        return {"heldout_loss": averaged, "heldout_loss_raw": loss, "heldout_count": heldout.count}
+        return {
+            "heldout_loss": averaged.mean,
+            "heldout_loss_raw": loss.mean,
+            "heldout_count": heldout.count,
+            **{f"heldout_loss/{times}": value for times, value in averaged.by_time.items()},
+        }
 
     def _report(self, found: dict[str, Any], kind: str) -> None:
         state = self._run.state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,18 @@ from dit_train.diffusion.timesteps import evenly_spaced
 from dit_train.parallel.mesh import World
 from dit_train.parallel.shard import reshard
 from dit_train.run.batch import Batch, heldout
+
+BUCKETS = 10
+"""Equal parts of the times from 0 to 1."""
+
+
+class Loss(NamedTuple):
+    """A held-out loss."""
+
+    mean: float
+    """Over all images."""
+    by_time: dict[str, float]
+    """Means over the images of one tenth of the times each, ``t_0.3-0.4``, without those of which there are none."""
 
 
 class HeldOut:
@@ -31,23 +44,43 @@ class HeldOut:
         rounds = -(-self.count // (size * world.data_size))
         # FSDP2 communicates in each forward: every rank makes `rounds` of them, the last ones on filler
         slots = [np.arange(size) + size * (i * world.data_size + world.data_rank) for i in range(rounds)]
-        self._batches = [(self._draw(config, data, images, times, s), torch.from_numpy(s < self.count)) for s in slots]
+        self._batches = [(self._draw(config, data, images, times, s), self._members(times, s)) for s in slots]
+        self.counts = _bucket(torch.from_numpy(times)).bincount(minlength=BUCKETS).tolist()
+        """Images of each bucket."""
 
     def _draw(self, config: Config, data: Dataset, images: np.ndarray, times: np.ndarray, slots: np.ndarray) -> Batch:
         slots = np.where(slots < self.count, slots, 0)
         return heldout(config.train.seed, data, images[slots], times[slots]).to(self._world.device)
 
-    def loss(self, model: torch.nn.Module, beat: Callable[[], None] = lambda: None) -> float:
-        """Mean velocity loss over the draw; every rank calls it and gets the same number. `beat` is called a batch."""
+    def _members(self, times: np.ndarray, slots: np.ndarray) -> torch.Tensor:
+        """Which bucket each of the slots counts in, one-hot fp64 [n, BUCKETS]; filler counts in none."""
+        real = torch.from_numpy(slots < self.count)
+        buckets = _bucket(torch.from_numpy(times[np.where(slots < self.count, slots, 0)]))
+        members = torch.nn.functional.one_hot(buckets, BUCKETS) * real[:, None]
+        return members.double().to(self._world.device)
+
+    def loss(self, model: torch.nn.Module, beat: Callable[[], None] = lambda: None) -> Loss:
+        """Mean velocity loss over the draw; every rank calls it and gets the same numbers. `beat` is called a batch."""
         training = model.training
         model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        totals = torch.zeros(BUCKETS, dtype=torch.float64, device=self._world.device)
         with torch.no_grad():
-            for batch, real in self._batches:
+            for batch, members in self._batches:
                 losses = velocity_loss(model(batch.x_t, batch.t, batch.labels), batch.target)
-                total += losses.double()[real.to(losses.device)].sum()
+                totals += losses.double() @ members
                 beat()
         reshard(model)
         model.train(training)
-        dist.all_reduce(total, group=self._world.data_group)
-        return total.item() / self.count
+        dist.all_reduce(totals, group=self._world.data_group)
+        sums = totals.tolist()
+        means = {i: total / count for i, (total, count) in enumerate(zip(sums, self.counts, strict=True)) if count}
+        return Loss(sum(sums) / self.count, {_name(i): mean for i, mean in means.items()})
+
+
+def _bucket(times: torch.Tensor) -> torch.Tensor:
+    """t [n] in (0, 1) -> the number of its bucket, int64 [n]."""
+    return (times * BUCKETS).long().clamp(max=BUCKETS - 1)
+
+
+def _name(bucket: int) -> str:
+    return f"t_{bucket / BUCKETS:.1f}-{(bucket + 1) / BUCKETS:.1f}"
