@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+MOST_PROFILED_STEPS = 20
+"""A trace grows by megabytes a step."""
+
 
 class ConfigError(ValueError):
     """A setting, or something that a setting names, is wrong; the message is one line that says what would be right."""
@@ -308,6 +311,10 @@ class RunConfig:
     """Where everything goes; the same command goes on from its last checkpoint."""
     log_every: int = 10
     """Steps between lines on the terminal (metrics.jsonl has every step)."""
+    norms_every: int = 10
+    """Steps between norms of gradients, weights and updates, for which this rank's weights are copied; 0: never."""
+    profile: tuple[int, int] | None = None
+    """Record steps with torch.profiler: the first, and how many (20 at most); null: when a file RUN/profile asks."""
     validate_every: int = 100
     """Steps between held-out losses, and at the last; 0: never."""
     validate_count: int = 1000

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import yaml
 
-from dit_train.config import AdamWConfig, Config, ConfigError
+from dit_train.config import MOST_PROFILED_STEPS, AdamWConfig, Config, ConfigError
 
 
 def read(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
@@ -300,7 +300,7 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "optimizer.weight_decay optimizer.eps optimizer.adamw.eps optimizer.adamw.weight_decay optimizer.block_lr_ratio "
     "optimizer.row_lr_ratio optimizer.phase schedule.warmup_steps train.seed sample.grid sample.seed sample.guidance "
-    "score.every run.validate_every run.sample_every run.keep_every run.stall_seconds"
+    "score.every run.norms_every run.validate_every run.sample_every run.keep_every run.stall_seconds"
 ).split()
 _FRACTION = "model.label_dropout schedule.final_fraction".split()
 _BELOW_ONE = "optimizer.momentum train.ema_decay".split()
@@ -324,6 +324,13 @@ def _check_ranges(config: Config) -> None:
         betas = _lookup(config, path)
         if betas is not None and not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"{path}: both must lie in [0, 1), not {list(betas)}")
+    if config.run.profile is not None:
+        first, count = config.run.profile
+        if first < 1 or not 1 <= count <= MOST_PROFILED_STEPS:
+            raise ConfigError(
+                f"run.profile: must be the first step, from 1, and their number, 1 to {MOST_PROFILED_STEPS}, not "
+                f"{[first, count]}"
+            )
     if config.train.deterministic and config.train.compute_dtype == "auto":
         raise ConfigError("train.compute_dtype: auto goes by a measurement; name fp32 or bf16 with train.deterministic")
     if not config.run.folder.strip():

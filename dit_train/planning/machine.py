@@ -73,3 +73,29 @@ MACHINES = {
     # both ways together; DGX B200 user guide: 1,440 GB over 8 GPUs, 8 ConnectX-7 of 400 Gb/s
     "b200": Machine("B200 SXM", 2250, 80, 180, 8000, 900, 50),
 }
+
+_PEAKS = {
+    "NVIDIA H100 80GB HBM3": (MACHINES["h100"].bf16_tflops, MACHINES["h100"].fp32_tflops),
+    "NVIDIA GH200 480GB": (MACHINES["h100"].bf16_tflops, MACHINES["h100"].fp32_tflops),
+    "NVIDIA H200": (MACHINES["h200"].bf16_tflops, MACHINES["h200"].fp32_tflops),
+    "NVIDIA B200": (MACHINES["b200"].bf16_tflops, MACHINES["b200"].fp32_tflops),
+    # NVIDIA data sheets of these; where only the figure with sparsity is stated, half of it
+    "NVIDIA H100 PCIe": (756.5, 51),
+    "NVIDIA H100 NVL": (835.5, 60),
+    "NVIDIA A100-SXM4-40GB": (312, 19.5),
+    "NVIDIA A100-SXM4-80GB": (312, 19.5),
+    "NVIDIA A100-PCIE-40GB": (312, 19.5),
+    "NVIDIA A100 80GB PCIe": (312, 19.5),
+    "NVIDIA L40S": (362.05, 91.6),
+    "NVIDIA L4": (121, 30.3),
+    # NVIDIA Ada architecture white paper, products accumulated in fp32
+    "NVIDIA GeForce RTX 4090": (165.2, 82.6),
+}
+"""Dense bf16 and fp32 (without TF32) TFLOP/s by the name that torch.cuda.get_device_name gives a whole GPU. A part of
+one (MIG) has a longer name, and no peak here."""
+
+
+def peak_tflops(name: str, dtype: str) -> float | None:
+    """Stated peak of a GPU by its name in matrix products of ``bf16`` or ``fp32``; None for one that is not known."""
+    peaks = _PEAKS.get(name)
+    return None if peaks is None else peaks[dtype != "bf16"]

@@ -3,6 +3,8 @@
 RUN/config.yaml   resolved settings; its header is how a run folder is known
 RUN/exit.json     the code of the last start, where torchrun would turn each into 1
 RUN/stop          made by a person to have the run save and stop; removed when it does
+RUN/profile       made by a person to have some steps recorded; removed when they are
+RUN/profiles/     what was recorded
 RUN/stalls/       stacks of ranks that stalled
 RUN/lock          held by the main rank while it runs
 """
@@ -22,8 +24,10 @@ from eval.files import try_lock
 
 HEADER = "# dit-train: "
 STOP_FILE = "stop"
-_FILES = ("config.yaml", "metrics.jsonl", "scores.jsonl", "exit.json", "lock", STOP_FILE)
-_FOLDERS = ("checkpoints", "samples", "tensorboard", "stalls")
+PROFILE_FILE = "profile"
+PROFILES = "profiles"
+_FILES = ("config.yaml", "metrics.jsonl", "scores.jsonl", "exit.json", "lock", STOP_FILE, PROFILE_FILE)
+_FOLDERS = ("checkpoints", "samples", "tensorboard", "stalls", PROFILES)
 _SECONDS_A_LOOK_MAY_LAST = 1.0  # of a process that only asks whether the folder is in use
 
 
@@ -116,4 +120,4 @@ def _is_free(folder: Path) -> bool:
         return not os.path.lexists(folder)
     if (folder / "config.yaml").is_file():
         return is_run(folder)
-    return {path.name for path in folder.iterdir()} <= {"exit.json", "lock", "stalls", STOP_FILE}
+    return {path.name for path in folder.iterdir()} <= {"exit.json", "lock", "stalls", STOP_FILE, PROFILE_FILE}

@@ -20,8 +20,10 @@ from dit_train.preflight import Plan
 from dit_train.run import failure, faults, folder, schedule
 from dit_train.run.batch import Batch, Prefetcher, share
 from dit_train.run.evaluation import Evaluation
+from dit_train.run.figures import Figures
 from dit_train.run.metrics import Stopwatch
 from dit_train.run.peers import Peers
+from dit_train.run.profiling import Profiler
 from dit_train.run.setup import Run, determinism, hold_folder, prepare
 from dit_train.run.stop import StopRequest
 from dit_train.run.watchdog import Watchdog
@@ -58,7 +60,8 @@ def _run(plan: Plan, world: World, stop: StopRequest, watchdog: Watchdog, peers:
     with run.reporter:
         with saver_of(run) as saver:
             try:
-                code, message = _train(run, stop, saver)
+                with Profiler(run) as profiler:
+                    code, message = _train(run, stop, saver, profiler)
             except Exception as error:  # told before the saver waits for a save in flight
                 raise failure.leave(settings.folder, peers, error) from None
         run.reporter.say(message)
@@ -69,14 +72,14 @@ def _run(plan: Plan, world: World, stop: StopRequest, watchdog: Watchdog, peers:
     return exits.of_rank(code)
 
 
-def _train(run: Run, stop: StopRequest, saver: Saver) -> tuple[int, str]:
+def _train(run: Run, stop: StopRequest, saver: Saver, profiler: Profiler) -> tuple[int, str]:
     """Steps to the end, or until a rank is asked to stop or no step is sound; exit code and what happened."""
     config, state = run.config, run.state
     steps = config.train.steps
     slots = share(config.train.batch, run.world.data_rank, run.world.data_size)
     batches = Prefetcher(config, run.data, slots)
     evaluation = Evaluation(run, stop)
-    optimizer_time = Stopwatch(run.world.device)
+    optimizer_time, figures = Stopwatch(run.world.device), Figures(run)
     if not state.evaluated:  # an earlier start was stopped before what was due
         state.evaluated = evaluation.after_step()
         if not state.evaluated:
@@ -85,6 +88,7 @@ def _train(run: Run, stop: StopRequest, saver: Saver) -> tuple[int, str]:
             listing.mark_evaluated(run.plan.resume)
     try:
         while state.step < steps:
+            profiler.before_step()
             start = time.perf_counter()
             batch = batches.take(state.step).to(run.world.device)
             waited = time.perf_counter() - start
@@ -92,8 +96,10 @@ def _train(run: Run, stop: StopRequest, saver: Saver) -> tuple[int, str]:
             lr = _set_learning_rate(run)
             verdict = faults.judge(state, config.faults, loss, norm)  # the same on all ranks
             if verdict == "sound":
+                figures.before_update(norm)
                 with optimizer_time.running():
                     run.optimizer.step()
+                figures.after_update()
                 run.ema.update(state.step)
             run.optimizer.zero_grad(set_to_none=True)
             state.step += 1
@@ -114,7 +120,9 @@ def _train(run: Run, stop: StopRequest, saver: Saver) -> tuple[int, str]:
             state.train_seconds += seconds
             state.save_seconds = saver.seconds or state.save_seconds
             stop.reserve = _reserve(state, seconds)
-            run.reporter.step({**row, "step_ms": 1e3 * seconds, "train_seconds": state.train_seconds})
+            row |= {"step_ms": 1e3 * seconds, "train_seconds": state.train_seconds, **figures.of_step(seconds, waited)}
+            run.reporter.step(row)
+            profiler.after_step()
             if verdict != "sound":
                 _say_skipped(run, verdict, loss, norm)
             run.beat(f"step {state.step}")

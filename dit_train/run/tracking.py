@@ -17,26 +17,50 @@ from dit_train.run.metrics import JsonLines
 from dit_train.run.sampling import save_picture
 
 
+class Pace:
+    """How fast steps were since it was last told: the mean over their time."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+
+    def add(self, row: dict[str, Any]) -> None:
+        """A finished step."""
+        self._rows.append(row)
+
+    def tell(self) -> str:
+        """``1,234 images/s``, and ``MFU 41 %`` where it is known."""
+        milliseconds = sum(row["step_ms"] for row in self._rows)
+        rate, used = (
+            sum((row[key] or 0.0) * row["step_ms"] for row in self._rows) / milliseconds
+            for key in ("images_per_s", "mfu")
+        )
+        self._rows = []
+        text = f"{rate:,.0f} images/s" if rate >= 10 else f"{rate:.2g} images/s"
+        return f"{text}  MFU {100 * used:.0f} %" if used else text
+
+
 class Progress:
     """Steps done, loss and time left, on the main rank."""
 
     def __init__(self, name: str, first: int, steps: int, every: int) -> None:
         self._name, self._first, self._steps, self._every = name, first, steps, every
         self._start = time.perf_counter()
+        self._pace = Pace()
         self._bar = tqdm(total=steps, initial=first, desc=name, unit="step") if sys.stderr.isatty() else None
 
     def step(self, row: dict[str, Any]) -> None:
         """Show a finished step."""
         done = row["step"]
+        self._pace.add(row)
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
-            self._bar.set_postfix_str(f"loss {row['loss']:.4f}", refresh=False)
+            self._bar.set_postfix_str(f"loss {row['loss']:.4f}  {self._pace.tell()}", refresh=False)
         elif done % self._every == 0 or done == self._steps or done == self._first + 1:
             pace = (time.perf_counter() - self._start) / (done - self._first)
             left = clock(pace * (self._steps - done))
             print(
-                f"{self._name}  step {done}/{self._steps}  loss {row['loss']:.4f}  |g| {row['grad_norm']:.3f}  "
-                f"lr {row['lr']:.2e}  {row['step_ms']:.0f} ms  left {left}",
+                f"{self._name}  step {done}/{self._steps}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  "
+                f"{self._pace.tell()}  left {left}",
                 flush=True,
             )
 

@@ -21,7 +21,7 @@ from dit_train.config import (
 from dit_train.data.sources import Summary
 from dit_train.model.dit import DiT
 from dit_train.model.sizes import SIZES, sized
-from dit_train.planning import memory, simulate
+from dit_train.planning import machine, memory, simulate
 from dit_train.planning.flops import model_flops
 from dit_train.planning.plan import planned
 from dit_train.planning.record import Recorder
@@ -49,6 +49,9 @@ def forward_backward(dit, images):
         {"adaln": "noshift", "learn_sigma": True, "qk_norm": True},
         {"adaln": "lora", "adaln_rank": 8, "swiglu": True, "position": "rope"},
         {"adaln": "single", "mlp_ratio": 3.0},
+        {"adaln": "single", "swiglu": True, "qk_norm": True},
+        {"adaln": "noshift", "patch": 4, "position": "rope"},
+        {"adaln": "zero", "swiglu": True, "learn_sigma": True},
     ],
 )
 def test_flops_are_those_that_torch_counts(settings):
@@ -60,6 +63,13 @@ def test_flops_are_those_that_torch_counts(settings):
     with Recorder() as seen:  # the backward of fused attention computes the scores again
         forward_backward(dit, 5)
     assert seen.flops == 5 * (work.total + work.attention // 6)
+
+
+def test_a_gpu_that_is_not_known_whole_has_no_peak():
+    assert machine.peak_tflops("NVIDIA H200", "bf16") == machine.MACHINES["h200"].bf16_tflops
+    assert machine.peak_tflops("NVIDIA H100 PCIe", "fp32") < machine.peak_tflops("NVIDIA H100 80GB HBM3", "fp32")
+    for name in ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce GTX 1080", "CPU"):
+        assert machine.peak_tflops(name, "bf16") is None
 
 
 def test_what_sees_one_vector_an_image_is_not_counted_for_each_token():

@@ -90,7 +90,7 @@ def test_no_line_is_lost_or_cut_by_a_disk_that_was_full_for_a_while(tmp_path):
 def test_a_full_disk_costs_a_run_its_logs_and_pictures_only_and_is_said_now_and_then(tmp_path, capsys):
     config = overlays.read([], ["--run.folder", str(tmp_path), "--run.tensorboard", "true"])
     reporter = tracking.Reporter(config, 0, evaluated=True, enabled=True)
-    row = {"loss": 0.5, "grad_norm": 1.0, "lr": 0.1, "step_ms": 1.0}
+    row = {"loss": 0.5, "grad_norm": 1.0, "lr": 0.1, "step_ms": 1.0, "images_per_s": 8.0, "mfu": None}
     with no_file_above(0):
         for step in range(1, 5):
             reporter.step({"step": step, **row})
