@@ -117,6 +117,36 @@ def test_a_step_that_failed_leaves_no_trace_in_the_next():
     divided(optimizer, ALONE)
 
 
+def test_events_are_waited_for_when_they_are_read_and_not_before():
+    recorded, waited = [], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            assert stream == "the stream"
+            recorded.append(self)
+            self.time = 2.0 ** len(recorded)
+
+        def synchronize(self):
+            waited.append(self)
+
+        def elapsed_time(self, end):
+            return end.time - self.time
+
+    measured = spans.Spans(lambda: torch.device("cuda"))
+    with patch.object(torch.cuda, "Event", Event), patch.object(torch.cuda, "current_stream", lambda _: "the stream"):
+        for _ in range(2):
+            recorded.clear()
+            with measured.of("other"), measured.of("exchange"), measured.of("momentum"), measured.of("momentum"):
+                pass
+    assert not waited
+    expected = {"exchange": 4.0 + 16, "momentum": 8.0, "other": 2.0 + 32, "orthogonalisation": 0.0, "update": 0.0}
+    assert measured.milliseconds() == expected == measured.milliseconds()
+    assert waited == recorded[-1:]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_events_of_the_step_add_up():
     w = nn.Parameter(torch.randn(2048, 2048, device="cuda"))

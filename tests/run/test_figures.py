@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.run.test_loop import plan, prepared, rows, world
 
 __all__ = ["world"]  # the fixture
 
+README = Path(__file__).parents[2] / "README.md"
 SPANS = {f"optimizer_{part}_ms" for part in ("momentum", "exchange", "orthogonalisation", "update")}
 
 
@@ -70,6 +72,9 @@ def test_every_row_tells_speed_and_some_tell_norms_that_make_up_the_whole(tmp_pa
             assert math.hypot(*marginal(row, "update")) == pytest.approx(moved, rel=1e-6)
         assert row["grad_norm"] > 0.2 and len(groups(row, "update")) == 3
     assert 0.05 < row["memory_gib"] < 500
+    table = README.read_text().split("### Live figures")[1].split("\n\n")[2]
+    told = {key for line in table.splitlines() for key in re.findall(r"`([\w/]+)`", line.split("|")[1])}
+    assert told - {"memory_reserved_gib"} == {re.sub("_norm/.*", "_norm/NAME", key) for key in row}
 
 
 def test_a_device_without_a_known_peak_has_no_mfu_and_an_update_left_out_no_norms(tmp_path, world, monkeypatch):
