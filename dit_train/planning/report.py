@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 
 from dit_train.planning.machine import Machine
+from dit_train.planning.period import PERIODS, overhead, smallest_period
 from dit_train.planning.plan import PERIODIC, ModelPlan, OptimizerPlan
 from dit_train.planning.record import Recorder
 from dit_train.planning.simulate import compute_dtype
-from dit_train.planning.steps import StepCost, overheads, smallest_period
+from dit_train.planning.steps import StepCost, step_times
 
 Figures = dict[str, Any]
 
 _GATHERED = ("Unsharded Param", "All Gather")
 _WHOLE_GRADIENTS = ("Unsharded Grad", "Reduce Scatter")
+_SHOWN = range(1, 17)
+"""Periods that have a row."""
 
 
 def figures(model: ModelPlan, plan: OptimizerPlan, adamw: OptimizerPlan, machine: Machine, budget: float) -> Figures:
@@ -39,9 +42,9 @@ def figures(model: ModelPlan, plan: OptimizerPlan, adamw: OptimizerPlan, machine
         "time": time_figures(model, plan, adamw, machine),
     }
     if plan.config.name in PERIODIC:
-        found = overheads(model.time(machine), plan.cost, adamw.cost, machine)
-        numbers["periods"] = [dataclasses.asdict(one) for one in found]
-        numbers["budget"], numbers["smallest_period"] = budget, smallest_period(found, budget)
+        times = step_times(model.time(machine), plan.cost, adamw.cost, machine)
+        numbers["periods"] = [dataclasses.asdict(overhead(times, period)) for period in _SHOWN]
+        numbers["budget"], numbers["smallest_period"] = budget, smallest_period(times, budget)
     return numbers
 
 
@@ -185,7 +188,7 @@ def _time_text(numbers: Figures) -> str:
     found = (
         f"smallest period within {numbers['budget']:.1%}: {best}"
         if best
-        else f"no period within {numbers['budget']:.1%}"
+        else f"no period up to {max(PERIODS)} within {numbers['budget']:.1%}"
     )
     return "\n".join([*lines, "", *table(rows), found])
 

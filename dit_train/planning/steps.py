@@ -14,14 +14,13 @@ Left out: kernel launches, ranks that wait for each other, compiled blocks (whos
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dit_train.planning.machine import Machine
+from dit_train.planning.period import StepTimes
 from dit_train.planning.record import Collective, Recorder
 from dit_train.planning.simulate import ModelSteps, OptimizerStep
-
-PERIODS = range(1, 17)
 
 
 @dataclass(frozen=True)
@@ -117,36 +116,12 @@ def _link_seconds(links: Counter[Collective], machine: Machine, factor: float = 
     return sum(n * machine.link_seconds(link.name, factor * link.bytes_sent, link.ranks) for link, n in links.items())
 
 
-@dataclass(frozen=True)
-class Overhead:
-    """What a period costs, against AdamW."""
-
-    period: int
-    step_seconds: float
-    """Mean over the period."""
-    against_adamw: float
-    """Share of AdamW's step that comes on top."""
-    against_hidden: float
-    """The same on top of AdamW, as a share of AdamW's step if no link were waited for: never less."""
-
-
-def overheads(
-    model: ModelTime, cost: OptimizerCost, adamw: OptimizerCost, machine: Machine, periods: Iterable[int] = PERIODS
-) -> list[Overhead]:
-    """The overhead of every period."""
-    plain = adamw.seconds(machine, 1)
-    found = []
-    for period in periods:
-        extra = cost.seconds(machine, period) - plain
-        base = model.total + plain
-        found.append(Overhead(period, base + extra, extra / base, extra / (base - model.waiting)))
-    return found
-
-
-def smallest_period(found: Iterable[Overhead], budget: float) -> int | None:
-    """The smallest period within the budget, None if no one is.
-
-    It is taken of AdamW's step without waiting for links. That holds what is meant, and a slow link, which slows AdamW
-    down too, can then not make an overhead look small: a slower link never gives a smaller period.
-    """
-    return min((o.period for o in found if o.against_hidden <= budget), default=None)
+def step_times(model: ModelTime, cost: OptimizerCost, adamw: OptimizerCost, machine: Machine) -> StepTimes:
+    """What a period is chosen by."""
+    return StepTimes(
+        computing=model.total - model.waiting,
+        waiting=model.waiting,
+        adamw=adamw.seconds(machine, 1),
+        between=cost.kind(False).seconds(machine),
+        refresh=cost.kind(True).seconds(machine),
+    )
