@@ -88,6 +88,10 @@ class ObjectiveConfig:
     """Standard deviation of logit t."""
 
 
+PERIOD_BUDGET = 0.05
+"""Overhead over AdamW that a period is chosen for where nothing else is said."""
+
+
 @dataclass(frozen=True)
 class AuxiliaryAdamW:
     """AdamW for what a matrix optimizer does not take: embeddings, modulation, final layer, biases."""
@@ -170,8 +174,10 @@ class MuonBPConfig(BlockMuonConfig):
     name: Literal["muon_bp"] = "muon_bp"
     """Shards, and the whole matrix every `period`-th step."""
     momentum_form: Literal["ema", "heavy_ball"] = "heavy_ball"
-    period: int = 5
-    """P: a full step every P-th."""
+    period: int | Literal["auto"] = 5
+    """P: a full step every P-th. auto: the smallest within `period_budget`, measured once when the run begins."""
+    period_budget: float = PERIOD_BUDGET
+    """auto: by how much the mean step may be longer than AdamW's, as a share of it."""
     phase: int = 0
     """Step t (completed steps before it) is full when (t − phase) mod period = 0."""
     stagger: bool = False
@@ -186,8 +192,10 @@ class PeriodicRowMuonConfig(MuonConfig):
 
     name: Literal["periodic_row_muon"] = "periodic_row_muon"
     """Unit rows, and the whole matrix every `period`-th step."""
-    period: int = 3
-    """K: a full refresh every K-th step."""
+    period: int | Literal["auto"] = 3
+    """K: a full refresh every K-th. auto: the smallest within `period_budget`, measured once when the run begins."""
+    period_budget: float = PERIOD_BUDGET
+    """auto: by how much the mean step may be longer than AdamW's, as a share of it."""
     phase: int = 0
     """Step t (completed steps before it) refreshes when (t − phase) mod period = 0."""
     stagger: bool = False

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import yaml
 
-from dit_train.config import MOST_PROFILED_STEPS, AdamWConfig, Config, ConfigError
+from dit_train.config import MOST_PROFILED_STEPS, PERIOD_BUDGET, AdamWConfig, Config, ConfigError
 
 
 def read(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
@@ -270,7 +270,8 @@ def _describe(hint: Any) -> str:
     if typing.get_origin(hint) is tuple:
         return f"a list of {len(typing.get_args(hint))} values"
     if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+        choices = ", ".join(map(str, typing.get_args(hint)))
+        return f"one of {choices}" if "," in choices else choices
     names = {float: "a finite number", int: "a whole number", str: "text", bool: "true or false", type(None): "null"}
     return names.get(hint, str(hint))
 
@@ -292,7 +293,8 @@ def _where(path: str, origins: dict[str, str]) -> str:
 
 _POSITIVE = (
     "model.width model.depth model.heads model.patch model.mlp_ratio data.image_size data.classes data.count "
-    "objective.logit_std optimizer.lr optimizer.ns_steps optimizer.bucket_mib optimizer.period optimizer.adamw.lr "
+    "objective.logit_std optimizer.lr optimizer.ns_steps optimizer.bucket_mib optimizer.period "
+    "optimizer.period_budget optimizer.adamw.lr "
     "train.steps train.batch train.micro_batch train.clip_norm sample.steps sample.batch score.count "
     "run.log_every run.validate_count run.checkpoint_every run.keep_checkpoints run.time_limit "
     "faults.spike_sigmas faults.stop_after"
@@ -318,7 +320,7 @@ def _check_ranges(config: Config) -> None:
     for paths, holds, text in rules:
         for path in paths:
             value = _lookup(config, path)
-            if value is not None and not holds(value):
+            if value is not None and value != "auto" and not holds(value):
                 raise ConfigError(f"{path}: {text}, not {_shown(value)}")
     for path in ("optimizer.betas", "optimizer.adamw.betas"):
         betas = _lookup(config, path)
@@ -335,6 +337,17 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError("train.compute_dtype: auto goes by a measurement; name fp32 or bf16 with train.deterministic")
     if not config.run.folder.strip():
         raise ConfigError("run.folder: must name a folder")
+    _check_period(config)
+
+
+def _check_period(config: Config) -> None:
+    period, budget = (getattr(config.optimizer, name, None) for name in ("period", "period_budget"))
+    if period == "auto" and config.train.deterministic:
+        raise ConfigError("optimizer.period: auto goes by a measurement; name a number with train.deterministic")
+    if period not in (None, "auto") and budget != PERIOD_BUDGET:
+        raise ConfigError(
+            f"optimizer.period_budget: {budget:g} does nothing beside optimizer.period {period}; set that to auto"
+        )
 
 
 def _lookup(config: Any, path: str) -> Any:

@@ -163,7 +163,7 @@ def _check_optimizer(config: Config, images: sources.Summary) -> None:
         except (TypeError, RuntimeError) as error:
             raise ConfigError(f"model: too large to be built ({str(error).splitlines()[0][:80]})") from None
         try:
-            optimizer.build(config.optimizer, model)
+            optimizer.build(optimizer.with_period(config.optimizer, 1), model)  # any: what is refused is not it
         except ValueError as error:
             raise ConfigError(f"optimizer: {error}") from None
 

@@ -26,6 +26,7 @@ from dit_train import overlays
 from dit_train.command_line import Parser, refuse
 from dit_train.config import ConfigError
 from dit_train.run import metrics
+from dit_train.run.period import period_of
 from eval import records
 from eval.records import Incomparable
 
@@ -81,6 +82,8 @@ def _read(folder: Path) -> Finished:
         if not found:
             raise Incomparable(f"{folder}: scores.jsonl lacks rows; train it with {setting} above 0")
     config = overlays.to_dict(overlays.read([folder / "config.yaml"]))
+    if config["optimizer"].get("period") == "auto":
+        config["optimizer"]["period"] = period_of(folder)
     if scores[-1]["step"] != config["train"]["steps"]:
         raise Incomparable(f"{folder}: not finished, scored last at step {scores[-1]['step']}; run its command again")
     steps = metrics.read(folder / "metrics.jsonl")

@@ -7,7 +7,7 @@ usage: python scripts/plan.py CONFIG... --ranks 256 --gpu h100 [--section.key VA
 Configs are laid over each other, then the --section.key arguments, as in training. The model sees --channels latents
 of --image-size cells (those of 256 x 256 images) with --classes classes, or what the data of the config has if it names
 a folder of latents, or with --own-data. Nothing is trained and no memory is taken: 15B parameters on 256 ranks take
-half a minute.
+half a minute. With ``period: auto`` it plans the period that it would take by its own, modelled times.
 
 --compare plans every named size (1.3B to 15B) with every optimizer file (adamw, muon, muon_bp, periodic_row_muon), with
 and without activation checkpointing, prints one table and draws one picture; published figures stand beside modelled
@@ -26,7 +26,8 @@ bytes_sent of a rank in a step), optimizer (refresh, between: flops, bytes_sent,
 bytes_a_step, mean over a period), time (seconds: forward, backward, rest, waiting_for_links, optimizer, step;
 optimizer_share, against_adamw, tflops, mfu, images_a_second), time_if_gathered (of a comparison: time
 of the published form), periods (1 to 16: period, step_seconds, against_adamw,
-against_hidden), budget and smallest_period (null: none). The last three are there for optimizers with a period alone.
+against_hidden), budget and smallest_period (of 1 to 64; null: none). The last three are there for optimizers with a
+period alone.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     parser.add_argument("--classes", type=positive, default=1000, help="number of classes (default 1000)")
     parser.add_argument("--own-data", action="store_true", help="the shape of the data that the config names instead")
     parser.add_argument(
-        "--budget", type=_share, default=0.05, help="overhead against AdamW to stay within (default 5%%)"
+        "--budget", type=_share, help="overhead against AdamW to stay within (default: the optimizer's, 5%%)"
     )
     parser.add_argument("--size", action="append", choices=tuple(SIZES), help="model size; several to compare")
     parser.add_argument("--optimizer", action="append", metavar="FILE", help="optimizer config; several to compare")
@@ -138,7 +139,9 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> tuple[str, dict
     with plan.planned(config, images, chosen.ranks, say) as model:
         adamw = plan.plan_optimizer(plan.ADAMW, model, say)
         own = adamw if config.optimizer.name == "adamw" else plan.plan_optimizer(config.optimizer, model, say)
-        numbers = report.figures(model, own, adamw, machine, chosen.budget)
+        budget = plan.budget_of(config.optimizer, chosen.budget)
+        own = plan.settled(own, model, adamw, machine, budget)
+        numbers = report.figures(model, own, adamw, machine, budget)
     return report.text(numbers, machine), {"machine": dataclasses.asdict(machine), "plans": [numbers]}
 
 

@@ -130,6 +130,18 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path, taken, capsys):
     assert line.startswith("compare.py: ") and taken in line
 
 
+def test_the_period_of_a_run_with_auto_is_the_one_that_it_chose(tmp_path):
+    run = write_run(tmp_path / "a", "periodic_row_muon", [3.0])
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("period: 3\n", "period: auto\n"))
+    with pytest.raises(compare_script.Incomparable, match=re.escape("period.json: missing or damaged")):
+        compare_script.read(run)
+    (run / "period.json").write_text('{"period": 3}')
+    found = compare_script.read(run)
+    assert found.name == "periodic_row_muon (period 3)"
+    assert compare_script.summary(found)["optimizer_ms"] == pytest.approx((8 + 2 + 2) / 3)
+
+
 def test_an_unfinished_run_has_no_final_score(tmp_path):
     run = write_run(tmp_path / "a", "adamw", [3.0])
     config = yaml.safe_load((run / "config.yaml").read_text())

@@ -10,6 +10,9 @@ from dit_train import config as settings
 from dit_train import overlays
 from dit_train.config import Config, ConfigError, MuonBPConfig
 
+BP, AUTO = ["--optimizer.name", "muon_bp"], ["--optimizer.period", "auto"]
+FIXED = ["--train.deterministic", "true", "--train.compute_dtype", "fp32"]
+
 
 def refusal(*arguments: str, files=()) -> str:
     with pytest.raises(ConfigError) as caught:
@@ -44,6 +47,12 @@ def test_no_input_gives_the_defaults():
         (["--optimizer.lr"], "needs a value"),
         (["--model", "3"], "expected settings below it"),
         (["--optimizer.period", "3"], "optimizer.period: no such setting"),  # AdamW has none
+        ([*BP, "--optimizer.period", "atuo"], "optimizer.period: expected a whole number or auto, not 'atuo'"),
+        ([*BP, "--optimizer.period", "0"], "optimizer.period: must be above 0"),
+        ([*BP, *AUTO, "--optimizer.period_budget", "0"], "optimizer.period_budget: must be above 0"),
+        ([*BP, *AUTO, "--optimizer.period_budged", "1"], "did you mean optimizer.period_budget?"),
+        ([*BP, "--optimizer.period_budget", "0.1"], "does nothing beside optimizer.period 5; set that to auto"),
+        ([*BP, *AUTO, *FIXED], "optimizer.period: auto goes by a measurement; name a number"),
     ],
 )
 def test_a_wrong_setting_is_one_line_with_the_fix(arguments, expected):
@@ -133,6 +142,14 @@ def test_numbers_that_yaml_reads_as_text_are_numbers():
 @pytest.mark.parametrize("path", ["123", "a: b", "[x", "true", "~/x", "1e5"])
 def test_a_path_on_the_command_line_is_text_whatever_it_looks_like(path):
     assert overlays.read([], ["--data.path", path]).data.path == path
+
+
+def test_a_period_is_a_number_or_auto_and_reads_back(tmp_path):
+    for words in (AUTO, [*AUTO, "--optimizer.period_budget", "0.1"], ["--optimizer.period", "7"]):
+        config = overlays.read([], [*BP, *words])
+        assert config.optimizer.period in ("auto", 7)
+        (tmp_path / "config.yaml").write_text(overlays.dump(config))
+        assert overlays.read([tmp_path / "config.yaml"]) == config
 
 
 def test_null_on_the_command_line_is_null():

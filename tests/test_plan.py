@@ -29,6 +29,20 @@ def test_it_writes_what_its_docstring_says(tmp_path, capsys):
     assert "smallest period within 5.0%" in text and "GiB a rank" in text
 
 
+def test_an_auto_period_is_the_smallest_of_that_machine_within_the_budget(tmp_path):
+    out, found = tmp_path / "plan.json", []
+    auto = [BASE, ROWS, *EIGHT, "--json", str(out), "--optimizer.period", "auto"]
+    for more in (["--network-gbs", "25"], ["--node-gbs", "0.02"], ["--optimizer.period_budget", "0.001"]):
+        assert plan.main([*auto, *more]) == 0
+        (numbers,) = json.loads(out.read_text())["plans"]
+        found.append((numbers["period"], numbers["smallest_period"], numbers["budget"]))
+        against = numbers["time"]["against_adamw"]
+        assert numbers["period"] > 16 or against == numbers["periods"][numbers["period"] - 1]["against_adamw"]
+    (fast, slow, strict) = found
+    assert fast[0] == fast[1] < slow[0] and strict == (64, None, 0.001)
+    assert plan.main([*auto, "--budget", "3%"]) == 0 and json.loads(out.read_text())["plans"][0]["budget"] == 0.03
+
+
 def test_it_plans_what_the_data_of_the_config_is_if_asked(tmp_path):
     out = tmp_path / "plan.json"
     assert plan.main([BASE, *EIGHT, "--own-data", "--json", str(out)]) == 0

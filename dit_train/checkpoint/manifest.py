@@ -45,6 +45,8 @@ class RunState:
     """What the last save took; 0: none has been measured."""
     compute_dtype: str = ""
     """Precision of forward and backward, as configured or as ``auto`` chose."""
+    period_times: list[float] = field(default_factory=list, repr=False)
+    """What ``optimizer.period: auto`` goes by: the ranks that were measured, and `StepTimes`; empty: nothing yet."""
     evaluated: bool = True
     """Whether what was due after the last step (losses, scores, samples) was done before the save."""
 

@@ -33,6 +33,20 @@ def measure(config: Config, data: Dataset, world: World) -> dict[str, float]:
 
 
 def _trial_step(config: Config, data: Dataset, world: World, dtype: torch.dtype) -> Callable[[], None]:
+    model, backward = trial(config, data, world, dtype)
+
+    def step() -> None:
+        backward()
+        model.zero_grad()
+
+    return step
+
+
+def trial(config: Config, data: Dataset, world: World, dtype: torch.dtype) -> tuple[DiT, Callable[[], None]]:
+    """A sharded model of the run's shape, to be measured and thrown away, and its pass over one micro-batch.
+
+    The pass leaves gradients. No global random number is drawn.
+    """
     with torch.device("meta"):
         model = DiT(config.model, channels=data.channels, image_size=data.image_size, num_classes=data.num_classes)
     shard(model, config.parallel, world, dtype)
@@ -44,11 +58,10 @@ def _trial_step(config: Config, data: Dataset, world: World, dtype: torch.dtype)
     x, t = x.to(world.device), torch.full((batch,), 0.5, device=world.device)
     labels = torch.zeros(batch, dtype=torch.int64, device=world.device)
 
-    def step() -> None:
+    def backward() -> None:
         model(x, t, labels).square().mean().backward()
-        model.zero_grad()
 
-    return step
+    return model, backward
 
 
 def _time(make_step: Callable[[], Callable[[], None]], world: World) -> float:

@@ -11,7 +11,7 @@ from dit_train.config import Config, OptimizerConfig
 from dit_train.data.sources import Summary
 from dit_train.model.sizes import SIZES
 from dit_train.planning.machine import Machine
-from dit_train.planning.plan import ADAMW, OptimizerPlan, Say, gathered, plan_optimizer, planned
+from dit_train.planning.plan import ADAMW, OptimizerPlan, Say, budget_of, gathered, plan_optimizer, planned, settled
 from dit_train.planning.report import Figures, figures, table, time_figures
 
 CHECKPOINTING = ("none", "full")
@@ -29,12 +29,14 @@ def plans(
     sizes: Sequence[str],
     optimizers: Sequence[OptimizerConfig],
     machine: Machine,
-    budget: float,
+    budget: float | None,
     say: Say,
 ) -> list[Figures]:
     """`figures` of every size and optimizer, without and with activation checkpointing, which share the model's pass.
 
     ``time_if_gathered`` is the time of the published form, in which every rank gathers and orthogonalises every matrix.
+
+    Without a `budget` each optimizer has its own.
 
     Raises:
         ConfigError: a size or an optimizer does not fit the ranks.
@@ -50,8 +52,10 @@ def plans(
                 # what an optimizer does knows nothing of activations
                 own = own or [plan_optimizer(settings, one, say) for settings in (ADAMW, *optimizers)]
                 for plan in own[1:]:
+                    allowed = budget_of(plan.config, budget)
+                    plan = settled(plan, one, own[0], machine, allowed)
                     form = time_figures(one, gathered(plan, one), own[0], machine)
-                    row = figures(one, plan, own[0], machine, budget)
+                    row = figures(one, plan, own[0], machine, allowed)
                     found.append({"size": size, **row, "time_if_gathered": form})
     return found
 

@@ -11,15 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from dit_train.config import AdamWConfig, Config, OptimizerConfig
+from dit_train.config import PERIOD_BUDGET, AdamWConfig, Config, OptimizerConfig
 from dit_train.data.sources import Summary
 from dit_train.model.sizes import check_model
 from dit_train.parallel.mesh import World
 from dit_train.planning import flops, memory, simulate
 from dit_train.planning.machine import Machine
+from dit_train.planning.period import choose
 from dit_train.planning.record import Collective, Recorder
-from dit_train.planning.steps import ModelTime, OptimizerCost, StepCost, model_time
+from dit_train.planning.steps import ModelTime, OptimizerCost, StepCost, model_time, step_times
 from dit_train.preflight import check_batch, check_parallel
+from dit_train.run import optimizer
 
 Say = Callable[[str], None]
 
@@ -68,7 +70,7 @@ class OptimizerPlan:
 
     config: OptimizerConfig
     period: float
-    """1: every step is a refresh. ∞: none is."""
+    """1: every step is a refresh. ∞: none is. Not a number: ``auto``, see `settled`."""
     cost: OptimizerCost
     state_bytes: np.ndarray
     """By rank."""
@@ -109,6 +111,7 @@ def plan_optimizer(config: OptimizerConfig, model: ModelPlan, say: Say) -> Optim
     say(f"steps of {config.name}")
     dit, world = model.steps.dit, model.world
     period = config.period if config.name in PERIODIC else math.inf if config.name == "block_muon" else 1
+    period = math.nan if period == "auto" else period
     # both kinds of step are wanted, whatever the period
     steps = simulate.build_optimizer(config, dit, period=2 if config.name in PERIODIC else 1)
     kinds = {"muon": ["refresh"], "block_muon": ["other"], "adamw": ["other"]}.get(config.name, ["refresh", "other"])
@@ -124,6 +127,21 @@ def _step_cost(steps: Any, kind: str, model: ModelPlan) -> StepCost:
     # of rank 0's replica alone where replicas do the same
     flops_, sent = ({rank: by[rank] for rank in plan.ranks} for by in (plan.flops(kind), plan.bytes_sent(kind)))
     return StepCost(flops_, sent, buckets, simulate.optimizer_step(model.steps.dit, steps))
+
+
+def settled(
+    plan: OptimizerPlan, model: ModelPlan, adamw: OptimizerPlan, machine: Machine, budget: float
+) -> OptimizerPlan:
+    """The plan with a number where its period is ``auto``: chosen as a run chooses it, but by modelled times."""
+    if not optimizer.is_auto(plan.config):
+        return plan
+    period, _ = choose(step_times(model.time(machine), plan.cost, adamw.cost, machine), budget)
+    return dataclasses.replace(plan, config=optimizer.with_period(plan.config, period), period=period)
+
+
+def budget_of(config: OptimizerConfig, given: float | None) -> float:
+    """The overhead to stay within: as given, else the optimizer's own."""
+    return getattr(config, "period_budget", PERIOD_BUDGET) if given is None else given
 
 
 def gathered(plan: OptimizerPlan, model: ModelPlan) -> OptimizerPlan:

@@ -1,6 +1,7 @@
 """The run folder as such: whether it may be used, by one run at a time, and the exit code that it keeps.
 
 RUN/config.yaml   resolved settings; its header is how a run folder is known
+RUN/period.json   the period that ``optimizer.period: auto`` chose and why, see `dit_train.run.period`
 RUN/exit.json     the code of the last start, where torchrun would turn each into 1
 RUN/stop          made by a person to have the run save and stop; removed when it does
 RUN/profile       made by a person to have some steps recorded; removed when they are
@@ -26,7 +27,7 @@ HEADER = "# dit-train: "
 STOP_FILE = "stop"
 PROFILE_FILE = "profile"
 PROFILES = "profiles"
-_FILES = ("config.yaml", "metrics.jsonl", "scores.jsonl", "exit.json", "lock", STOP_FILE, PROFILE_FILE)
+_FILES = ("config.yaml", "metrics.jsonl", "scores.jsonl", "period.json", "exit.json", "lock", STOP_FILE, PROFILE_FILE)
 _FOLDERS = ("checkpoints", "samples", "tensorboard", "stalls", PROFILES)
 _SECONDS_A_LOOK_MAY_LAST = 1.0  # of a process that only asks whether the folder is in use
 

@@ -26,7 +26,7 @@ from dit_train.model.dit import DiT
 from dit_train.parallel import precision, shard
 from dit_train.parallel.mesh import World
 from dit_train.preflight import Plan
-from dit_train.run import folder, optimizer, sampling
+from dit_train.run import folder, optimizer, period, sampling
 from dit_train.run.ema import EMA
 from dit_train.run.tracking import Reporter
 
@@ -66,10 +66,11 @@ def prepare(plan: Plan, world: World, beat: Callable[..., None] = lambda *_, **_
     state = plan.resume.state if plan.resume else RunState()
     dtype_note = _choose_dtype(config, data, world, state)
     dtype = precision.DTYPES[state.compute_dtype]
+    chosen, period_note = period.settle(config, data, world, state, beat)
     model = shard.build(config.model, config.parallel, data, world, dtype, config.train.seed)
     model.train()
     try:
-        steps = optimizer.build(config.optimizer, model)
+        steps = optimizer.build(chosen, model)
     except ValueError as error:  # for example a block_grid that these shards cut through
         raise ConfigError(f"optimizer: {error}") from None
     peak_lrs = [group["lr"] for group in steps.param_groups]
@@ -80,7 +81,8 @@ def prepare(plan: Plan, world: World, beat: Callable[..., None] = lambda *_, **_
         reading.load(plan.resume, model, ema, steps)
     changed = _changed_settings(config) if plan.resume else []
     if world.is_main:
-        _write_config(config, dtype_note, world)
+        _write_config(config, dtype_note, period_note, world)
+        period.write(config, state)
     dist.barrier()
     reporter = Reporter(config, state.step, evaluated=state.evaluated, enabled=world.is_main)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -89,6 +91,8 @@ def prepare(plan: Plan, world: World, beat: Callable[..., None] = lambda *_, **_
     for line in _about_latents(config, data):
         reporter.say(line)
     reporter.say("optimizer\n" + optimizers.routing_table(steps))
+    if period_note is not None:
+        reporter.say(period_note)
     if config.schedule.warmup_steps >= config.train.steps:
         reporter.say(f"the warm-up of {config.schedule.warmup_steps} steps does not end within train.steps")
     if plan.resume:
@@ -189,10 +193,11 @@ def determinism(wanted: bool) -> Iterator[None]:
         torch.backends.cudnn.benchmark = before[1]
 
 
-def _write_config(config: Config, dtype_note: str, world: World) -> None:
+def _write_config(config: Config, dtype_note: str, period_note: str | None, world: World) -> None:
     """Write the resolved config; its first line marks the folder as a run's."""
     header = {"dit-train": _version(), "git": _git_hash(), "torch": torch.__version__, "ranks": str(world.size)}
-    text = overlays.dump(config, **header, compute=dtype_note)
+    notes = {"compute": dtype_note} | ({} if period_note is None else {"period": period_note})
+    text = overlays.dump(config, **header, **notes)
     assert text.startswith(folder.HEADER)
     (Path(config.run.folder) / "config.yaml").write_text(text)
 
