@@ -348,6 +348,9 @@ class RunConfig:
     """Seconds without a step, a batch of an evaluation or a save after which stacks go to stalls/; 0: never."""
     stall_ends_run: bool = False
     """End the run then, with code 1."""
+    silence_seconds: float = 120.0
+    """Seconds without a sign of life from a rank, as when its host is cut off, after which those that wait for it end,
+    with code 1; 0: never. A link that is back sooner costs nothing but the time."""
 
 
 @dataclass(frozen=True)

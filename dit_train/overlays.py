@@ -302,7 +302,8 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "optimizer.weight_decay optimizer.eps optimizer.adamw.eps optimizer.adamw.weight_decay optimizer.block_lr_ratio "
     "optimizer.row_lr_ratio optimizer.phase schedule.warmup_steps train.seed sample.grid sample.seed sample.guidance "
-    "score.every run.norms_every run.validate_every run.sample_every run.keep_every run.stall_seconds"
+    "score.every run.norms_every run.validate_every run.sample_every run.keep_every run.stall_seconds "
+    "run.silence_seconds"
 ).split()
 _FRACTION = "model.label_dropout schedule.final_fraction".split()
 _BELOW_ONE = "optimizer.momentum train.ema_decay".split()

@@ -6,13 +6,18 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dit_train.config import ConfigError, ParallelConfig
+from dit_train.parallel import roll_call
 from dit_train.run import stop
+
+_SECONDS_TO_MEET = 300.0
+"""Between the first rank of a start and the last."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,9 @@ def joined(config: ParallelConfig) -> Iterator[World]:
     """Join the process group (NCCL on GPUs, gloo on CPUs; alone outside torchrun) and leave it at the end.
 
     A group that the caller has already started is used as it is, and left to the caller.
+
+    Raises:
+        Absent: not all ranks have come in time.
     """
     kind = choose_device_type(config)
     device = torch.device(kind)
@@ -102,7 +110,9 @@ def joined(config: ParallelConfig) -> Iterator[World]:
     device_id = device if kind == "cuda" else None
     if "RANK" in os.environ:
         with stop.fatal():
-            store, rank, size = next(iter(dist.rendezvous("env://")))
+            to_meet = timedelta(seconds=_SECONDS_TO_MEET)
+            store, rank, size = next(iter(dist.rendezvous("env://", timeout=to_meet)))
+            store = roll_call.meet(store, rank, size, _SECONDS_TO_MEET)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device_id)
     else:
         store = dist.HashStore()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from dit_train import exits
 from dit_train.config import ConfigError
+from dit_train.parallel.roll_call import Absent
 from dit_train.run import folder
 from dit_train.run.peers import Peers
 from dit_train.run.watchdog import echo
@@ -41,6 +43,13 @@ def leave(run_folder: str, peers: Peers, error: Exception) -> Left:
     if text:  # written at once, or the lines of several ranks would mix
         print(f"dit_train: {text}", file=sys.stderr, flush=True)
     return Left(first.code)
+
+
+def tell_absent(run_folder: str, absent: Absent) -> None:
+    """Say that ranks have not come; no group exists, so each rank speaks for itself and rank 0 records it."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        folder.record(run_folder, exits.FAILED, str(absent))
+    print(f"dit_train: {absent}", file=sys.stderr, flush=True)
 
 
 def _describe(error: Exception) -> tuple[int, str]:

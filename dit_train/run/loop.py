@@ -15,6 +15,7 @@ from dit_train.checkpoint.manifest import RunState
 from dit_train.checkpoint.saving import Saver
 from dit_train.checkpoint.writing import Retention
 from dit_train.diffusion.objectives import velocity_loss
+from dit_train.parallel import roll_call
 from dit_train.parallel.mesh import World, joined
 from dit_train.preflight import Plan
 from dit_train.run import failure, faults, folder, schedule
@@ -49,6 +50,9 @@ def train(plan: Plan, stop: StopRequest) -> int:
                     raise failure.leave(config.run.folder, peers[0], error) from None
     except failure.Left as left:
         return left.code
+    except roll_call.Absent as absent:
+        failure.tell_absent(config.run.folder, absent)
+        return exits.FAILED
 
 
 def _run(plan: Plan, world: World, stop: StopRequest, watchdog: Watchdog, peers: Peers) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from dit_train import exits
 from dit_train.config import RunConfig
 from dit_train.run import folder
-from dit_train.run.peers import Failure, Peers
+from dit_train.run.peers import FIRST_HOST, Failure, Peers
 from dit_train.run.stop import StopRequest
 
 FOLDER = "stalls"
@@ -25,15 +25,16 @@ _STORE_GONE_AFTER = 60.0  # seconds without progress where nobody's signs of lif
 
 
 class Watchdog:
-    """Writes the stacks of a rank that stalls; ends one that waits for a peer that has failed or is dead.
+    """Writes the stacks of a rank that stalls; ends one that waits for a peer that has failed, or is dead or cut off.
 
-    A signal reaches no Python code while the main thread waits inside a collective, and NCCL waits for minutes, so it
-    is this thread that then leaves.
+    A host that is cut off closes no connection, so that gloo would wait for half an hour and NCCL for ten minutes; and
+    a signal reaches no Python code while the main thread waits inside a collective. It is this thread that then leaves.
     """
 
     def __init__(self, settings: RunConfig, stop: StopRequest, peers: Peers) -> None:
         self._folder, self._stop, self._peers = settings.folder, stop, peers
         self._stall_seconds, self._ends_run = settings.stall_seconds, settings.stall_ends_run
+        self._silence_seconds = settings.silence_seconds
         self._last, self._since, self._patience = "the start", time.monotonic(), 0.0
         self._reported = False
         self._ended = threading.Event()
@@ -66,18 +67,26 @@ class Watchdog:
                 self._report(quiet)
 
     def _look_after_peers(self, quiet: float) -> None:
-        """Leave if a peer has failed, or is dead while this rank is asked to stop."""
+        """Leave if a peer has failed, or nobody hears of it any more: soon where this rank is asked to stop."""
         failure = self._peers.failure()
         if failure is not None and failure.rank != self._peers.rank:
             self._leave(failure)
-        if not self._stop.arrived():
+        asked, unheard = self._stop.arrived(), min(quiet, self._peers.unanswered()) - self._patience
+        seconds = _DEAD_AFTER if asked else self._silence_seconds
+        if not seconds:
             return
+        silent = self._silent(seconds, unheard > (_STORE_GONE_AFTER if asked else seconds))
+        if silent is not None and asked:
+            self._fail(f"asked to stop, but {silent} is dead and nothing can be saved")
+        if silent is not None:
+            self._fail(f"no sign of life of {silent} for {seconds:.0f} s: it is dead, or its host is gone or cut off")
+
+    def _silent(self, seconds: float, store_is_gone: bool) -> str | None:
+        """Names who has shown no life for so long, if anyone."""
         try:
-            dead = self._peers.silent(_DEAD_AFTER)
-        except RuntimeError:  # the first host's agent is gone; ranks may still be able to save
-            dead = "the first host" if quiet > _STORE_GONE_AFTER + self._patience else None
-        if dead is not None:
-            self._fail(f"asked to stop, but {dead} is dead and nothing can be saved")
+            return self._peers.silent(seconds)
+        except RuntimeError:  # the first host's agent is gone or cut off; ranks may still be able to save
+            return FIRST_HOST if store_is_gone else None
 
     def _report(self, quiet: float) -> None:
         """Write the stacks of all threads and say so."""
