@@ -110,9 +110,7 @@ def joined(config: ParallelConfig) -> Iterator[World]:
     device_id = device if kind == "cuda" else None
     if "RANK" in os.environ:
         with stop.fatal():
-            to_meet = timedelta(seconds=_SECONDS_TO_MEET)
-            store, rank, size = next(iter(dist.rendezvous("env://", timeout=to_meet)))
-            store = roll_call.meet(store, rank, size, _SECONDS_TO_MEET)
+            store, rank, size = _meet()
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device_id)
     else:
         store = dist.HashStore()
@@ -121,6 +119,17 @@ def joined(config: ParallelConfig) -> Iterator[World]:
     # not after an error: the peers may sit in a collective, and NCCL would wait for them here
     dist.barrier()  # gloo aborts now and then when a peer leaves while another still talks
     dist.destroy_process_group()
+
+
+def _meet() -> tuple[dist.Store, int, int]:
+    """A store that the ranks of this start share, this rank, and their number."""
+    try:
+        found = dist.rendezvous("env://", timeout=timedelta(seconds=_SECONDS_TO_MEET))
+        store, rank, size = next(iter(found))
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise roll_call.Absent(f"ranks do not meet at {where} ({' '.join(str(error).split())[:200]})") from None
+    return roll_call.meet(store, rank, size, _SECONDS_TO_MEET), rank, size
 
 
 def _world(config: ParallelConfig, device: torch.device, store: dist.Store | None = None) -> World:

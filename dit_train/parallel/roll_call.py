@@ -39,22 +39,21 @@ def _call(store: dist.Store, size: int, call: str, seconds: float) -> str:
     store.set("call", call)
     started, said = time.monotonic(), False
     answers: dict[int, str] = {}
-    while len(answers) < size - 1:
-        missing = [rank for rank in range(1, size) if rank not in answers]
+    while missing := [rank for rank in range(1, size) if rank not in answers]:
+        waited = time.monotonic() - started
+        if waited > seconds:
+            raise Absent(
+                f"{_ranks(missing)} of {size} did not come within {seconds:.0f} s; look at what the hosts of these "
+                "say, and give all the same command"
+            )
+        if waited > _SAY_AFTER and not said:
+            said = True
+            print(f"dit_train: waiting for {_ranks(missing)} of {size}", file=sys.stderr, flush=True)
         present = [rank for rank in missing if store.check([f"answer/{rank}"])]
         for rank, answer in zip(present, _get(store, [f"answer/{rank}" for rank in present]), strict=True):
             to, _, name = answer.partition(" ")
             if to == call:
                 answers[rank] = name
-        waited = time.monotonic() - started
-        if waited > seconds:
-            raise Absent(
-                f"{_ranks(missing)} of {size} not there after {waited:.0f} s; look at what the hosts of these say, "
-                "and give all the same command"
-            )
-        if missing and waited > _SAY_AFTER and not said:
-            said = True
-            print(f"dit_train: {_ranks(missing)} of {size} not there yet", file=sys.stderr, flush=True)
         time.sleep(_LOOK_EVERY)
     store.set(f"list/{call}", " ".join(answers[rank] for rank in range(1, size)))
     return call
@@ -73,7 +72,7 @@ def _answer(store: dist.Store, rank: int, mine: str, seconds: float) -> str:
             if store.check([f"list/{call}"]) and mine in _get(store, [f"list/{call}"])[0].split():
                 return call
         time.sleep(_LOOK_EVERY)
-    raise Absent(f"rank {rank} was not let in by rank 0 after {seconds:.0f} s; look at what its host says")
+    raise Absent(f"rank {rank} was not let in by rank 0 within {seconds:.0f} s; look at what its host says")
 
 
 def _get(store: dist.Store, keys: list[str]) -> list[str]:
@@ -82,4 +81,4 @@ def _get(store: dist.Store, keys: list[str]) -> list[str]:
 
 def _ranks(missing: list[int]) -> str:
     shown = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
-    return f"rank {shown} is" if len(missing) == 1 else f"ranks {shown} are"
+    return f"rank {shown}" if len(missing) == 1 else f"ranks {shown}"
