@@ -21,18 +21,20 @@ _LEAST_DEVIATION = 0.01
 """Of the mean; a loss that hardly varies would else make a spike of every ripple."""
 
 
-def agree(loss_sum: torch.Tensor, norm: torch.Tensor, replaced: float, asked: bool) -> tuple[float, float, int, bool]:
-    """What all ranks go by, of one small all-reduce.
+def agree(
+    loss_sum: torch.Tensor, squares: torch.Tensor, replaced: float, asked: bool
+) -> tuple[float, float, int, bool]:
+    """What all ranks go by, to the last bit, of one small all-reduce.
 
-    The loss summed over ranks, the gradient norm (theirs is alike, but for a decision it must be so to the last bit),
-    the images replaced by others, and whether any rank was asked to stop. Ranks of a tensor group, which see the same
-    images, each bring their part of the group's sums.
+    The loss summed over ranks, the gradient norm of which each brings its `gradient_squares`, the images replaced by
+    others, and whether any rank was asked to stop. Ranks of a tensor group, which see the same images, each bring their
+    part of the group's loss and images.
     """
     mine = torch.tensor([replaced, float(asked)], dtype=torch.float64).to(loss_sum.device, non_blocking=True)
-    packed = torch.cat([torch.stack([loss_sum.detach(), norm.detach()]).double(), mine])
+    packed = torch.cat([torch.stack([loss_sum.detach().double(), squares]), mine])
     dist.all_reduce(packed)
-    total, norms, images, stops = packed.tolist()
-    return total, norms / dist.get_world_size(), round(images), stops > 0
+    total, square, images, stops = packed.tolist()
+    return total, math.sqrt(square), round(images), stops > 0
 
 
 def any_asked(asked: bool) -> bool:
@@ -49,21 +51,34 @@ def stop_reason(reason: str | None) -> str:
     return next((word for word in told if word is not None), "a stop")
 
 
-def gradient_norm(model: nn.Module) -> torch.Tensor:
-    """Global L2 norm of all gradients, the same fp32 scalar on all ranks."""
-    of_mesh = defaultdict(list)  # under tensor parallelism there are two, whose norms torch does not add
+@torch.no_grad()
+def gradient_squares(model: nn.Module) -> torch.Tensor:
+    """This rank's part of the square of the global L2 norm of all gradients, fp64; over all ranks the parts add up.
+
+    Of what several ranks hold alike, replicas or matrices that tensor parallelism leaves whole, each brings its share.
+    """
+    alike = defaultdict(list)
     for parameter in model.parameters():
         if parameter.grad is not None:
-            of_mesh[getattr(parameter.grad, "device_mesh", None)].append(parameter.grad)
-    norms = [nn.utils.get_total_norm(gradients) for gradients in of_mesh.values()]
-    return torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
+            alike[_holders(parameter.grad)].append(local(parameter.grad))
+    parts = [torch.stack(torch._foreach_norm(g)).double().square().sum() / count for count, g in alike.items()]
+    return torch.stack(parts).sum()
 
 
-def clip(model: nn.Module, largest: float, norm: torch.Tensor) -> None:
-    """Scale gradients, in place, so that their global norm is at most `largest`."""
-    by = torch.clamp(largest / (norm + 1e-6), max=1.0)
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    torch._foreach_mul_([local(gradient) for gradient in gradients], by)
+def _holders(gradient: torch.Tensor) -> int:
+    """How many ranks hold the same part of a gradient."""
+    if not isinstance(gradient, DTensor):
+        return dist.get_world_size()
+    dimensions = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return dist.get_world_size() // math.prod(size for size, placed in dimensions if not placed.is_replicate())
+
+
+@torch.no_grad()
+def clip(model: nn.Module, largest: float, norm: float) -> None:
+    """Scale gradients, in place, so that their global norm, which is `norm`, is at most `largest`."""
+    if norm > largest:
+        gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+        torch._foreach_mul_(gradients, largest / norm)
 
 
 def judge(state: RunState, settings: FaultsConfig, loss: float, norm: float) -> Verdict:

@@ -186,13 +186,13 @@ def _forward_backward(run: Run, batch: Batch, stop: StopRequest) -> tuple[float,
         losses = velocity_loss(run.model(part.x_t, part.t, part.labels), part.target)
         (losses.sum() / size).backward()  # FSDP2 averages over data ranks, whose shares are equal
         loss_sum += losses.detach().sum()
-    norm = faults.gradient_norm(run.model)
+    squares = faults.gradient_squares(run.model)
+    part = 1 / run.world.tensor_size  # ranks of a tensor group have seen the same images
+    total, norm, replaced, stopping = faults.agree(part * loss_sum, squares, part * batch.replaced, stop.asked)
     if train.clip_norm is not None:
         faults.clip(run.model, train.clip_norm, norm)
-    part = 1 / run.world.tensor_size  # ranks of a tensor group have seen the same images
-    total, agreed_norm, replaced, stopping = faults.agree(part * loss_sum, norm, part * batch.replaced, stop.asked)
     run.state.unreadable += replaced
-    return total / train.batch, agreed_norm, stopping
+    return total / train.batch, norm, stopping
 
 
 def _set_learning_rate(run: Run) -> float:

@@ -73,15 +73,15 @@ def one_update(arguments: list[str]) -> dict:
         batch = draw(config, data, 0, share(12, world.data_rank, world.data_size))
         loss = (model(batch.x_t, batch.t, batch.labels) - batch.target).square().mean()
         loss.backward()
-        norm = faults.gradient_norm(model)
-        total, *_ = faults.agree(loss.detach() / world.tensor_size, norm, 0, False)
-        faults.clip(model, 0.5 * norm.item(), norm)
+        squares = faults.gradient_squares(model)
+        total, norm, *_ = faults.agree(loss.detach() / world.tensor_size, squares, 0, False)
+        faults.clip(model, 0.5 * norm, norm)
         gradient = {name: whole(p.grad).numpy().copy() for name, p in model.named_parameters()}
         before = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
         steps.step()
         after = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
         update = {name: (after[name] - before[name]).numpy() for name in after}
-        return {"loss": total / world.data_size, "norm": norm.item(), "gradient": gradient, "update": update}
+        return {"loss": total / world.data_size, "norm": norm, "gradient": gradient, "update": update}
 
 
 def updates(cases: list[tuple[str, str]]) -> dict:
