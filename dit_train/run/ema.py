@@ -56,4 +56,5 @@ class EMA:
             local(average).copy_(kept)
 
     def _present(self) -> list[torch.Tensor]:
-        return [local(parameter.detach()) for parameter in self.model.parameters()]
+        # no gradients are recorded here, so that a detach, which DTensors make dear, is not needed
+        return [local(parameter) for parameter in self.model.parameters()]
