@@ -104,16 +104,18 @@ class TensorBoard:
     def __init__(self, folder: Path, *, enabled: bool, purge_after: int) -> None:
         self._writer = None
         if enabled:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import
+            from tensorboard.compat.proto.summary_pb2 import Summary  # slow to import, as the next
+            from torch.utils.tensorboard import SummaryWriter
 
+            self._summary = Summary
             self._writer = SummaryWriter(folder, purge_step=purge_after + 1)
 
     def scalars(self, row: dict[str, Any]) -> None:
-        """Every number of a row."""
+        """Every number of a row, in one event, which costs a tenth of one for each."""
         if self._writer is not None:
-            for key, value in row.items():
-                if key != "step" and isinstance(value, int | float):
-                    self._writer.add_scalar(key, value, row["step"])
+            numbers = {k: value for k, value in row.items() if k != "step" and isinstance(value, int | float)}
+            values = [self._summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+            self._writer.file_writer.add_summary(self._summary(value=values), row["step"])
 
     def image(self, name: str, picture: Any, step: int) -> None:
         """A uint8 CHW picture."""
