@@ -138,8 +138,7 @@ def model_steps(config: Config, dit: DiT, world: World) -> ModelSteps:
         with Recorder() as rest:
             faults.gradient_squares(dit)
             dist.all_reduce(torch.zeros(4, dtype=torch.float64))  # faults.agree, whose answer is no number here
-            if config.train.clip_norm is not None:
-                faults.clip(dit, config.train.clip_norm, math.inf)
+            faults.clip(dit, config.train.clip_norm, math.inf)
             torch._foreach_lerp_(averages, [shard.local(p.detach()) for p in dit.parameters()], 0.1)
     return ModelSteps(dit, passes, rest)
 

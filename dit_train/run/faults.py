@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from dit_train.checkpoint.manifest import RunState
 from dit_train.config import FaultsConfig
 from dit_train.parallel.shard import local
+from dit_train.run.norms import distinct
 
 Verdict = Literal["sound", "not finite", "spike"]
 _LEAST_DEVIATION = 0.01
@@ -57,28 +57,26 @@ def gradient_squares(model: nn.Module) -> torch.Tensor:
 
     Of what several ranks hold alike, replicas or matrices that tensor parallelism leaves whole, each brings its share.
     """
-    alike = defaultdict(list)
+    copies = defaultdict(list)
     for parameter in model.parameters():
         if parameter.grad is not None:
-            alike[_holders(parameter.grad)].append(local(parameter.grad))
-    parts = [torch.stack(torch._foreach_norm(g)).double().square().sum() / count for count, g in alike.items()]
+            copies[dist.get_world_size() // distinct(parameter.grad)].append(local(parameter.grad))
+    parts = [torch.stack(torch._foreach_norm(g)).double().square().sum() / count for count, g in copies.items()]
     return torch.stack(parts).sum()
 
 
-def _holders(gradient: torch.Tensor) -> int:
-    """How many ranks hold the same part of a gradient."""
-    if not isinstance(gradient, DTensor):
-        return dist.get_world_size()
-    dimensions = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-    return dist.get_world_size() // math.prod(size for size, placed in dimensions if not placed.is_replicate())
+def clipping(largest: float | None, norm: float) -> float:
+    """What gradients of a global `norm` are multiplied by, so that it is at most `largest`; None: never clip."""
+    return 1.0 if largest is None or not norm > largest else largest / norm
 
 
 @torch.no_grad()
-def clip(model: nn.Module, largest: float, norm: float) -> None:
-    """Scale gradients, in place, so that their global norm, which is `norm`, is at most `largest`."""
-    if norm > largest:
+def clip(model: nn.Module, largest: float | None, norm: float) -> None:
+    """Scale gradients of a global `norm` in place by `clipping`."""
+    by = clipping(largest, norm)
+    if by != 1.0:
         gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-        torch._foreach_mul_(gradients, largest / norm)
+        torch._foreach_mul_(gradients, by)
 
 
 def judge(state: RunState, settings: FaultsConfig, loss: float, norm: float) -> Verdict:

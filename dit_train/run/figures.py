@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dit_train.parallel.mesh import World
 from dit_train.planning.flops import model_flops
 from dit_train.planning.machine import peak_tflops
+from dit_train.run import faults
 from dit_train.run.norms import Norms
 from dit_train.run.setup import Run
 
@@ -38,8 +39,7 @@ class Figures:
         """The optimizer is about to step on gradients that were clipped from a global `norm`."""
         self._updated = True
         if self._norms is not None and self._due(self._norms_every, self._run.state.step + 1):
-            largest = self._run.config.train.clip_norm
-            self._clipped_by = 1.0 if largest is None else min(1.0, largest / (norm + 1e-6))
+            self._clipped_by = faults.clipping(self._run.config.train.clip_norm, norm)
             self._norms.before_update()
 
     def after_update(self) -> None:

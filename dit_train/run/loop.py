@@ -189,8 +189,7 @@ def _forward_backward(run: Run, batch: Batch, stop: StopRequest) -> tuple[float,
     squares = faults.gradient_squares(run.model)
     part = 1 / run.world.tensor_size  # ranks of a tensor group have seen the same images
     total, norm, replaced, stopping = faults.agree(part * loss_sum, squares, part * batch.replaced, stop.asked)
-    if train.clip_norm is not None:
-        faults.clip(run.model, train.clip_norm, norm)
+    faults.clip(run.model, train.clip_norm, norm)
     run.state.unreadable += replaced
     return total / train.batch, norm, stopping
 

@@ -25,7 +25,7 @@ def norm_of(model):
     return faults.agree(torch.zeros(()), faults.gradient_squares(model), 0, False)[1]
 
 
-@pytest.mark.parametrize(("largest", "scale"), [(1.0, 1 / 5), (100.0, 1.0)])
+@pytest.mark.parametrize(("largest", "scale"), [(1.0, 1 / 5), (5.0, 1.0), (100.0, 1.0), (None, 1.0)])
 def test_clipping_scales_to_the_norm_and_never_up(largest, scale):
     model = linear([[3.0, 0.0]], [4.0])
     assert norm_of(model) == 5
