@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from dit_train.config import ModelConfig, ParallelConfig
 from dit_train.data.sources import Dataset, Summary
@@ -78,3 +79,13 @@ def reshard(model: nn.Module) -> None:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded tensor, sharing its memory."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def distinct(tensor: torch.Tensor) -> int:
+    """Over how many ranks the elements of a tensor are divided; all other ranks hold copies of theirs."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    count = 1
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        count *= 1 if placement.is_replicate() else size
+    return count

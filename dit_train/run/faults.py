@@ -13,8 +13,7 @@ from torch import nn
 
 from dit_train.checkpoint.manifest import RunState
 from dit_train.config import FaultsConfig
-from dit_train.parallel.shard import local
-from dit_train.run.norms import distinct
+from dit_train.parallel.shard import distinct, local
 
 Verdict = Literal["sound", "not finite", "spike"]
 _LEAST_DEVIATION = 0.01

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from dit_train.parallel.shard import local
+from dit_train.parallel.shard import distinct, local
 
 WHAT = ("gradient", "weight", "update")
 
@@ -82,13 +81,3 @@ def part_of(name: str) -> str:
     """``attention``, ``mlp`` or ``modulation`` of all blocks, else the first word of a name, as ``final_layer``."""
     words = name.split(".")
     return words[2] if words[0] == "blocks" else words[0]
-
-
-def distinct(tensor: Tensor) -> int:
-    """Over how many ranks the elements of a tensor are divided; all other ranks hold copies of theirs."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    count = 1
-    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
-        count *= 1 if placement.is_replicate() else size
-    return count
