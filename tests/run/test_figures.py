@@ -172,6 +172,17 @@ def test_the_first_step_and_a_run_that_ends_amid_a_profile(tmp_path, world):
     assert profiles(tmp_path)["steps_0000004-0000004", "rank_0"] == (1, 1)
 
 
+def test_a_file_that_is_there_amid_a_profile_is_heeded_after_it(tmp_path, world):
+    made = plan(tmp_path, "--run.profile", "1", "3", "--run.log_every", "1", "--train.steps", "6")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").write_text("2")
+    assert loop.train(made, StopRequest()) == 0
+    assert profiles(tmp_path) == {
+        ("steps_0000001-0000003", "rank_0"): (3, 3),
+        ("steps_0000005-0000006", "rank_0"): (2, 2),
+    }
+
+
 def test_a_profile_that_cannot_be_written_leaves_the_run_alive(tmp_path, world, capsys):
     made = plan(tmp_path, "--run.profile", "2", "1")
     (tmp_path / "run").mkdir()
