@@ -23,6 +23,10 @@ def test_it_writes_what_its_docstring_says(tmp_path, capsys):
     assert found.keys() == keys(plan.__doc__, "FILE holds ", ".\n") - {"published"}
     (numbers,) = found["plans"]
     assert numbers.keys() == keys(plan.__doc__, "A plan holds ", ". The last") - {"size", "time_if_gathered"}
+    peaks = [
+        numbers["memory"][f"peak{kind}"]["max"] for kind in ("", "_without_checkpointing", "_with_full_checkpointing")
+    ]
+    assert peaks[0] == peaks[1] > peaks[2] > numbers["memory"]["parameters"]["max"]
     assert found["machine"]["network_gbs"] == 25 and numbers["smallest_period"] in range(1, 17)
     assert [one["period"] for one in numbers["periods"]] == list(range(1, 17))
     text = capsys.readouterr().out

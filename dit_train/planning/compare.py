@@ -11,10 +11,19 @@ from dit_train.config import Config, OptimizerConfig
 from dit_train.data.sources import Summary
 from dit_train.model.sizes import SIZES
 from dit_train.planning.machine import Machine
-from dit_train.planning.plan import ADAMW, OptimizerPlan, Say, budget_of, gathered, plan_optimizer, planned, settled
+from dit_train.planning.plan import (
+    ADAMW,
+    CHECKPOINTING,
+    OptimizerPlan,
+    Say,
+    budget_of,
+    gathered,
+    plan_optimizer,
+    planned,
+    settled,
+    with_checkpointing,
+)
 from dit_train.planning.report import Figures, figures, table, time_figures
-
-CHECKPOINTING = ("none", "full")
 
 _CUT = "-15.7 ... -24.3 % (DiT of 1.3B to 15B, K = 3)"
 """arXiv 2608.20818, on 256 H100."""
@@ -44,13 +53,12 @@ def plans(
     found = []
     for size in sizes:
         own: list[OptimizerPlan] = []
+        sized = dataclasses.replace(config, model=dataclasses.replace(config.model, **SIZES[size]))
         for kept in CHECKPOINTING:
-            model = dataclasses.replace(config.model, **SIZES[size])
-            parallel = dataclasses.replace(config.parallel, activation_checkpointing=kept)
-            sized = dataclasses.replace(config, model=model, parallel=parallel)
-            with planned(sized, images, ranks, lambda text, size=size: say(f"{size}: {text}")) as one:
+            settings = with_checkpointing(sized, kept)
+            with planned(settings, images, ranks, lambda text, size=size: say(f"{size}: {text}")) as one:
                 # what an optimizer does knows nothing of activations
-                own = own or [plan_optimizer(settings, one, say) for settings in (ADAMW, *optimizers)]
+                own = own or [plan_optimizer(each, one, say) for each in (ADAMW, *optimizers)]
                 for plan in own[1:]:
                     allowed = budget_of(plan.config, budget)
                     plan = settled(plan, one, own[0], machine, allowed)

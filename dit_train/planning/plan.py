@@ -27,6 +27,8 @@ Say = Callable[[str], None]
 
 ADAMW = AdamWConfig()
 PERIODIC = ("muon_bp", "periodic_row_muon")
+CHECKPOINTING = ("none", "full")
+"""Forms of activation checkpointing that are set beside each other."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ class OptimizerPlan:
     def peak(self) -> int:
         """Bytes of parameters, gradients, states and temporaries of a step of the optimizer, on rank 0."""
         return max(kind.simulated.peak for kind in (self.cost.kind(True), self.cost.kind(False)))
+
+
+def with_checkpointing(config: Config, kept: str) -> Config:
+    """The same settings with another form of activation checkpointing."""
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, activation_checkpointing=kept))
 
 
 @contextmanager

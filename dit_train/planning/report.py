@@ -9,9 +9,19 @@ from typing import Any
 
 import numpy as np
 
+from dit_train.config import Config
+from dit_train.data.sources import Summary
 from dit_train.planning.machine import Machine
 from dit_train.planning.period import PERIODS, overhead, smallest_period
-from dit_train.planning.plan import PERIODIC, ModelPlan, OptimizerPlan
+from dit_train.planning.plan import (
+    CHECKPOINTING,
+    PERIODIC,
+    ModelPlan,
+    OptimizerPlan,
+    Say,
+    planned,
+    with_checkpointing,
+)
 from dit_train.planning.record import Recorder
 from dit_train.planning.simulate import compute_dtype
 from dit_train.planning.steps import StepCost, step_times
@@ -70,6 +80,24 @@ def memory_figures(model: ModelPlan, plan: OptimizerPlan) -> Figures:
     peak = max(training, stepping)
     numbers["peak"] = {"max": peak, "mean": peak - float(beside[0] - np.mean(beside))}
     return numbers | {"peak_in": "forward and backward" if training >= stepping else "optimizer step"}
+
+
+def peaks(
+    config: Config, images: Summary, ranks: int, plan: OptimizerPlan, known: dict[str, float], say: Say
+) -> Figures:
+    """Peak memory without activation checkpointing and with it, whatever the config has, for which it is `known`.
+
+    Raises:
+        ConfigError: the settings do not fit each other or the ranks.
+    """
+    names = ("peak_without_checkpointing", "peak_with_full_checkpointing")
+    found = {}
+    for name, kept in zip(names, CHECKPOINTING, strict=True):
+        found[name] = known
+        if kept != config.parallel.activation_checkpointing:
+            with planned(with_checkpointing(config, kept), images, ranks, say) as model:
+                found[name] = memory_figures(model, plan)["peak"]
+    return found
 
 
 def _model_traffic(model: ModelPlan) -> Figures:
