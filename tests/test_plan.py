@@ -100,3 +100,20 @@ def test_a_comparison_has_a_row_for_each_and_shares_the_models(tmp_path, capsys)
     cuts = [row["modelled"] for row in found["published"] if "against muon" in row["what"]]
     assert len(cuts) == 2 and all(float(cut["gather"][:-1]) < float(cut["owner"][:-1]) < 0 for cut in cuts)
     assert "published, measured" in said.out and "modelled, owner" in said.out
+
+
+@pytest.mark.long
+def test_the_documented_plans_are_what_the_documented_command_gives(tmp_path):
+    out = tmp_path / "plan.json"
+    command = "python scripts/plan.py configs/scale/1.3B.yaml --ranks 256 --gpu h100 --compare"
+    text = Path("docs/planning.md").read_text()
+    assert command in text
+    chosen = ["--size", "1.3B", "--compare", str(tmp_path / "plan.png"), "--json", str(out)]
+    assert plan.main(["configs/scale/1.3B.yaml", "--ranks", "256", "--gpu", "h100", *chosen]) == 0
+    plans = json.loads(out.read_text())["plans"]
+    for one, full in zip(plans[:4], plans[4:], strict=True):
+        peaks = [each["memory"]["peak"]["max"] / 2**30 for each in (one, full)]
+        period = f" (period {one['period']})" if "periods" in one else ""
+        row = f"| 1.3B | {one['optimizer_name']}{period} | {peaks[0]:.2f} ({peaks[1]:.2f}) "
+        row += f"| {one['optimizer']['bytes_a_step'] / 1e6:,.1f} | {1e3 * one['time']['step']:,.1f} "
+        assert f"{row}| {one['time']['against_adamw']:+.1%} | {one['time']['tflops']:,.1f} |" in text

@@ -63,6 +63,23 @@ def test_every_file_that_the_readme_names_exists():
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 
 
+def cells(text: str, first: str) -> list[list[str]]:
+    """Rows of the table whose head begins with these columns."""
+    rows = text.partition(first)[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_the_plans_that_the_readme_shows_are_those_of_the_whole_table():
+    whole = cells((ROOT / "docs" / "planning.md").read_text(), "| size | optimizer |")
+    shown = cells(README, "| size | GiB a rank")
+    assert len(whole) == 20 and len(shown) == 5
+    for (size, memory, adamw, *others), start in zip(shown, range(0, 20, 4), strict=True):
+        assert {row[0] for row in whole[start : start + 4]} == {size}
+        assert memory == whole[start][2] and adamw == f"{whole[start][4]} ms"
+        expected = [f"{step} ms, {more}, {sent} MB" for _, _, _, sent, step, more, _ in whole[start + 1 : start + 4]]
+        assert others == expected
+
+
 def test_every_setting_that_the_readme_names_exists():
     from dit_train import overlays
 
