@@ -34,6 +34,8 @@ class Figures:
         self._waited = self._seconds = 0.0
         self._updated = False
         run.optimizer.time_spans()
+        if run.world.device.type == "cuda":  # a trial of fp32 before the run may have taken more than any of its steps
+            torch.cuda.reset_peak_memory_stats(run.world.device)
 
     def before_update(self, norm: float) -> None:
         """The optimizer is about to step on gradients that were clipped from a global `norm`."""
@@ -95,7 +97,7 @@ def peak_of_all(world: World, dtype: str) -> float | None:
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """Most GiB since the start: of tensors and what the allocator holds on a GPU, of this process on a CPU."""
+    """Most GiB: of tensors and what the allocator holds on a GPU, since the first step; of this process on a CPU."""
     if device.type == "cuda":
         statistics = torch.cuda.memory_stats(device)
         peaks = {"memory_gib": "allocated_bytes.all.peak", "memory_reserved_gib": "reserved_bytes.all.peak"}
