@@ -31,23 +31,31 @@ class Evaluation:
     def after_step(self) -> bool:
         """Do what is due after the present step; every rank calls it. False if a rank was asked to stop meanwhile."""
         run, config = self._run, self._run.config
-        scoring = self._scorer is not None and self._due(config.score.every)
-        if self._heldout is not None and (scoring or self._due(config.run.validate_every)):
+        validates, scores, draws = self._what_is_due()
+        if validates:
             self._report(self._losses(self._heldout), "held-out")
-        if scoring:
+        if scores:
             try:
                 self._report(self._scorer.score(self._stop), "score")
             except Stopped:
                 return False
-        if (
-            config.sample.grid
-            and sampling.can_decode(config.data)
-            and self._due(config.run.sample_every or config.train.steps)
-        ):
+        if draws:
             with run.ema.applied():
                 picture = sampling.grid(config, run.data, run.model, run.world)
             run.reporter.picture(picture, run.state.step)
         return True
+
+    def is_due(self) -> bool:
+        """Whether there is anything to do after the present step."""
+        return any(self._what_is_due())
+
+    def _what_is_due(self) -> tuple[bool, bool, bool]:
+        """Whether held-out losses, a score and a grid are."""
+        config = self._run.config
+        scores = self._scorer is not None and self._due(config.score.every)
+        validates = self._heldout is not None and (scores or self._due(config.run.validate_every))
+        can_draw = bool(config.sample.grid) and sampling.can_decode(config.data)
+        return validates, scores, can_draw and self._due(config.run.sample_every or config.train.steps)
 
     def _due(self, every: int) -> bool:
         return self._run.state.step % every == 0 or self._run.state.step == self._run.config.train.steps

@@ -37,6 +37,10 @@ class Figures:
         if run.world.device.type == "cuda":  # a trial of fp32 before the run may have taken more than any of its steps
             torch.cuda.reset_peak_memory_stats(run.world.device)
 
+    def before_step(self) -> None:
+        """A step begins, which may make no update."""
+        self._updated = False
+
     def before_update(self, norm: float) -> None:
         """The optimizer is about to step on gradients that were clipped from a global `norm`."""
         self._updated = True
@@ -51,13 +55,7 @@ class Figures:
 
     def of_step(self, seconds: float, waited: float) -> dict[str, Any]:
         """The figures of the step that took `seconds`, of which `waited` for data; every rank calls it."""
-        spans = self._run.optimizer.span_ms if self._updated else {}
-        row: dict[str, Any] = {
-            **self._speed(seconds),
-            "data_wait_share": waited / seconds,
-            **{f"optimizer_{part}_ms": spans.get(part, 0.0) for part in _PARTS},
-        }
-        self._updated = False
+        row: dict[str, Any] = {**self._speed(seconds), "data_wait_share": waited / seconds}
         self._waited, self._seconds = self._waited + waited, self._seconds + seconds
         if self._due(self._log_every, self._run.state.step):
             row |= self._of_the_worst_rank()
@@ -65,6 +63,11 @@ class Figures:
             row |= self._norms.read(self._squares, 1 / self._clipped_by)
             self._squares = None
         return row
+
+    def of_update(self) -> dict[str, float]:
+        """What the last update's time went to, zeros if the step made none; on a GPU waits for its end."""
+        spans = self._run.optimizer.span_ms if self._updated else {}
+        return {f"optimizer_{part}_ms": spans.get(part, 0.0) for part in _PARTS}
 
     def _due(self, every: int, step: int) -> bool:
         return step % every == 0 or step == self._run.config.train.steps

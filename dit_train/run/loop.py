@@ -18,11 +18,11 @@ from dit_train.diffusion.objectives import velocity_loss
 from dit_train.parallel import roll_call
 from dit_train.parallel.mesh import World, joined
 from dit_train.preflight import Plan
-from dit_train.run import failure, faults, folder, schedule
+from dit_train.run import failure, faults, folder, metrics, schedule
 from dit_train.run.batch import Batch, Prefetcher, share
 from dit_train.run.evaluation import Evaluation
 from dit_train.run.figures import Figures
-from dit_train.run.metrics import Stopwatch
+from dit_train.run.metrics import LateRow, Stopwatch
 from dit_train.run.peers import Peers
 from dit_train.run.profiling import Profiler
 from dit_train.run.setup import Run, determinism, hold_folder, prepare
@@ -84,6 +84,7 @@ def _train(run: Run, stop: StopRequest, saver: Saver, profiler: Profiler) -> tup
     batches = Prefetcher(config, run.data, slots)
     evaluation = Evaluation(run, stop)
     optimizer_time, figures = Stopwatch(run.world.device), Figures(run)
+    late = LateRow(run.reporter.step, late=metrics.is_late(run.world.device))
     if not state.evaluated:  # an earlier start was stopped before what was due
         state.evaluated = evaluation.after_step()
         if not state.evaluated:
@@ -97,6 +98,8 @@ def _train(run: Run, stop: StopRequest, saver: Saver, profiler: Profiler) -> tup
             batch = batches.take(state.step).to(run.world.device)
             waited = time.perf_counter() - start
             loss, norm, stopping = _forward_backward(run, batch, stop)
+            late.flush()  # the device has been waited for just now
+            figures.before_step()
             lr = _set_learning_rate(run)
             verdict = faults.judge(state, config.faults, loss, norm)  # the same on all ranks
             if verdict == "sound":
@@ -113,7 +116,6 @@ def _train(run: Run, stop: StopRequest, saver: Saver, profiler: Profiler) -> tup
                 "loss": loss,
                 "lr": lr,
                 "grad_norm": norm,
-                "optimizer_ms": optimizer_time.milliseconds(),
                 "wire_bytes": run.optimizer.wire_bytes if verdict == "sound" else 0,
                 "data_wait_ms": 1e3 * waited,
                 "skipped": state.skipped,
@@ -125,23 +127,31 @@ def _train(run: Run, stop: StopRequest, saver: Saver, profiler: Profiler) -> tup
             state.save_seconds = saver.seconds or state.save_seconds
             stop.reserve = _reserve(state, seconds)
             row |= {"step_ms": 1e3 * seconds, "train_seconds": state.train_seconds, **figures.of_step(seconds, waited)}
-            run.reporter.step(row)
+            late.hold(row, lambda: {"optimizer_ms": optimizer_time.milliseconds(), **figures.of_update()})
             profiler.after_step()
             if verdict != "sound":
                 _say_skipped(run, verdict, loss, norm)
             run.beat(f"step {state.step}")
+            if verdict != "sound" or stopping or evaluation.is_due() or _saves(run):
+                late.flush()
             if state.bad_in_a_row >= config.faults.stop_after:
                 return _unsound(run, saver)
             saver.poll()
             state.evaluated = not stopping and evaluation.after_step()
             stopping = not state.evaluated
-            if stopping or state.step == steps or state.step % config.run.checkpoint_every == 0:
+            if stopping or _saves(run):
                 _save(run, saver)
             if stopping:
                 return _stopped(run, stop)
         return exits.DONE, "done"
     finally:
         batches.close()
+        late.flush()
+
+
+def _saves(run: Run) -> bool:
+    """Whether a checkpoint is due after this step."""
+    return run.state.step == run.config.train.steps or run.state.step % run.config.run.checkpoint_every == 0
 
 
 def _stopped(run: Run, stop: StopRequest) -> tuple[int, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,35 @@ def read(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
     return rows
+
+
+def is_late(device: torch.device) -> bool:
+    """Whether what a device has done is known only after it is waited for."""
+    return device.type == "cuda"
+
+
+class LateRow:
+    """A row whose last figures are asked for when that costs no waiting: on a GPU, once the next step has met it.
+
+    ``tell`` takes a whole row. Without ``late`` it is told at once.
+    """
+
+    def __init__(self, tell: Callable[[dict[str, Any]], None], late: bool) -> None:
+        self._tell, self._late = tell, late
+        self._held: tuple[dict[str, Any], Callable[[], dict[str, Any]]] | None = None
+
+    def hold(self, row: dict[str, Any], rest: Callable[[], dict[str, Any]]) -> None:
+        """Keep a row, and how to get what it lacks, until ``flush``."""
+        self.flush()
+        self._held = row, rest
+        if not self._late:
+            self.flush()
+
+    def flush(self) -> None:
+        """Tell the row that is held, if there is one."""
+        if self._held is not None:
+            (row, rest), self._held = self._held, None
+            self._tell({**row, **rest()})
 
 
 class Stopwatch:

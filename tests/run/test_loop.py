@@ -16,7 +16,7 @@ from dit_train.data import sources
 from dit_train.parallel import precision
 from dit_train.parallel.mesh import joined
 from dit_train.parallel.shard import local
-from dit_train.run import evaluation, loop, optimizer, references, sampling, schedule
+from dit_train.run import evaluation, loop, metrics, optimizer, references, sampling, schedule, tracking
 from dit_train.run.batch import draw, share
 from dit_train.run.ema import EMA
 from dit_train.run.setup import hold_folder, prepare
@@ -92,6 +92,33 @@ def test_clipped_gradients_and_the_unclipped_norm_in_the_log(tmp_path, world):
         _, norm, stopping = loop._forward_backward(run, batch, stop)
     clipped = math.sqrt(sum(p.grad.full_tensor().square().sum().item() for p in run.model.parameters()))
     assert norm > 0.2 and clipped == pytest.approx(0.1, rel=1e-3) and not stopping
+
+
+def test_rows_that_wait_for_the_next_step_are_the_same_and_lie_before_what_is_evaluated(tmp_path, world, monkeypatch):
+    """Where a GPU would have to be waited for after each step: no row is lost or late for a save, score or stop."""
+    told, evaluated, found = tracking.Reporter.step, tracking.Reporter.evaluation, []
+
+    def step(self, row):
+        seen.append(row["step"])
+        told(self, row)
+
+    def evaluation(self, row, text):
+        seen.append(row["kind"])
+        evaluated(self, row, text)
+
+    monkeypatch.setattr(tracking.Reporter, "step", step)
+    monkeypatch.setattr(tracking.Reporter, "evaluation", evaluation)
+    for name, late in (("at_once", False), ("late", True)):
+        monkeypatch.setattr(metrics, "is_late", lambda device, late=late: late)
+        seen = []
+        settings = ("--train.steps", "7", "--run.validate_every", "3", "--run.checkpoint_every", "5")
+        assert loop.train(plan(tmp_path / name, *settings), StopRequest()) == 0
+        found.append((seen, rows(tmp_path / name, "metrics.jsonl")))
+    (seen, rows_at_once), (seen_late, rows_late) = found
+    assert seen == seen_late == [1, 2, 3, "held-out", 4, 5, 6, "held-out", 7, "held-out"]
+    assert [row.keys() for row in rows_at_once] == [row.keys() for row in rows_late]
+    assert [row["loss"] for row in rows_at_once] == [row["loss"] for row in rows_late]
+    assert all(row["optimizer_ms"] > 0 and row["optimizer_update_ms"] > 0 for row in rows_late)
 
 
 def test_auto_takes_the_faster_dtype_and_a_resume_keeps_it(tmp_path, world, monkeypatch):

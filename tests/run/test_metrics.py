@@ -25,6 +25,21 @@ def test_lines_after_the_checkpoint_are_dropped_on_resume(tmp_path):
     assert metrics.read(path)[-1]["new"]
 
 
+def test_a_late_row_is_told_when_it_is_asked_for_and_once():
+    told, asked = [], []
+    late = metrics.LateRow(told.append, late=True)
+    late.flush()
+    for step in (1, 2, 3):
+        late.hold({"step": step}, lambda step=step: asked.append(step) or {"ms": step})
+        assert len(told) == len(asked) == step - 1
+    late.flush()
+    late.flush()
+    assert told == [{"step": step, "ms": step} for step in (1, 2, 3)]
+    at_once = metrics.LateRow(told.append, late=False)
+    at_once.hold({"step": 4}, dict)
+    assert told[-1] == {"step": 4}
+
+
 def test_a_line_cut_off_by_a_kill_is_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"step": 1}) + "\n" + '{"step": 2, "lo')
