@@ -24,6 +24,7 @@ from torch.optim.adamw import adamw as fused_adamw
 
 from ..engine.algorithm import MAX_IN_FLIGHT, Algorithm, register
 from ..engine.driver import Driver
+from ..engine.forms import ELEMENTS
 from ..sharding.plan import BucketBytes
 
 
@@ -41,7 +42,7 @@ def adamw_(
         adamw_(wide, state, grads, group)
         torch._foreach_copy_(weights, wide)
         return
-    if {weights[0].dtype} == {x.dtype for x in (*m, *v)} and weights[0].device.type in ("cpu", "cuda"):
+    if weights[0].device.type in ("cpu", "cuda") and _fit_kernel(weights, m, v, grads):
         # torch's kernel does all that follows in one pass; it counts the steps itself, one tensor a weight.
         steps = list(torch.full((len(weights),), float(t - 1), device=weights[0].device).unbind())
         fused_adamw(
@@ -61,12 +62,18 @@ def adamw_(
     torch._foreach_sub_(weights, updates)
 
 
+def _fit_kernel(*lists: list[Tensor]) -> bool:
+    """Whether torch's kernel may be used: it walks over memory in one order for all, whatever their strides."""
+    dtype = lists[0][0].dtype
+    return all(x.dtype == dtype and x.is_contiguous() for tensors in lists for x in tensors)
+
+
 ADAMW = register(
     Algorithm(
         name="adamw",
         options={"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8},
         elementwise=adamw_,
-        state=("exp_avg", "exp_avg_sq"),
+        state={"exp_avg": ELEMENTS, "exp_avg_sq": ELEMENTS},
     )
 )
 

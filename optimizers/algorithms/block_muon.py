@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from ..engine.algorithm import MATRIX_OPTIONS, MAX_IN_FLIGHT, Algorithm, register
 from ..engine.directions import block
 from ..engine.driver import Driver
+from ..engine.keywords import Features
 from ..engine.momentum import MomentumForm
 from ..engine.scaling import AdjustLr
 from ..orthogonal.coefficients import NS5, AnyCoefficients
@@ -65,6 +66,7 @@ class BlockMuon(Driver):
         max_in_flight: buckets in flight on a refresh.
         process_group: accepted as by the other classes, for groups of another algorithm; blocks are never dealt.
         compile: for groups of another algorithm; block steps have nothing to compile.
+        features: of ``engine/keywords.py``: 8-bit momentum, MARS, equilibration, normalised neurons.
 
     Raises:
         ValueError: for options out of range, parameters of fewer than two dimensions, unsupported placements,
@@ -92,6 +94,7 @@ class BlockMuon(Driver):
         max_in_flight: int = MAX_IN_FLIGHT,
         process_group: ProcessGroup | None = None,
         compile: bool = False,
+        **features: Unpack[Features],
     ) -> None:
         options = {
             "lr": lr,
@@ -107,5 +110,6 @@ class BlockMuon(Driver):
             "wire_dtype": wire_dtype,
             "exchange": exchange,
             "block_grid": block_grid,
+            **features,
         }
         super().__init__(params, BLOCK_MUON, options, bucket_bytes, max_in_flight, process_group, compile)

@@ -16,7 +16,7 @@ Every step is a refresh: a matrix cut over ranks travels to an owner and back (s
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from ..engine.algorithm import MATRIX_OPTIONS, MAX_IN_FLIGHT, Algorithm, register
 from ..engine.driver import Driver
+from ..engine.keywords import Features
 from ..engine.momentum import MomentumForm
 from ..engine.scaling import AdjustLr
 from ..orthogonal.coefficients import NS5, AnyCoefficients
@@ -62,6 +63,7 @@ class Muon(Driver):
             All of them have to pass it. DTensors bring their own.
         compile: whether the momentum of matrices of 1 MiB and more advances, on a refresh, in a kernel that
             ``torch.compile`` writes at the first of them; eagerly, after a warning, if it cannot.
+        features: of ``engine/keywords.py``: 8-bit momentum, MARS, equilibration, normalised neurons.
 
     Raises:
         ValueError: for options out of range, parameters of fewer than two dimensions, unsupported placements.
@@ -87,6 +89,7 @@ class Muon(Driver):
         max_in_flight: int = MAX_IN_FLIGHT,
         process_group: ProcessGroup | None = None,
         compile: bool = False,
+        **features: Unpack[Features],
     ) -> None:
         options = {
             "lr": lr,
@@ -101,5 +104,6 @@ class Muon(Driver):
             "ns_dtype": ns_dtype,
             "wire_dtype": wire_dtype,
             "exchange": exchange,
+            **features,
         }
         super().__init__(params, MUON, options, bucket_bytes, max_in_flight, process_group, compile)

@@ -23,7 +23,7 @@ The paper is silent about Nesterov and about which step comes first; here the fi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -32,8 +32,10 @@ from torch.distributed import ProcessGroup
 from ..engine.algorithm import MATRIX_OPTIONS, MAX_IN_FLIGHT, Algorithm, register
 from ..engine.directions import block
 from ..engine.driver import Driver
+from ..engine.keywords import Features
 from ..engine.momentum import MomentumForm
 from ..engine.scaling import AdjustLr
+from ..engine.schedule import Schedule
 from ..orthogonal.coefficients import NS5, AnyCoefficients
 from ..sharding.plan import BucketBytes, Exchange
 
@@ -68,10 +70,11 @@ class MuonBP(Driver):
         eps: added to the Frobenius norm, relative to the largest entry.
         adjust_lr_fn: a(m, n): ``original`` √max(1, m/n), ``match_rms_adamw`` 0.2·√max(m, n),
             ``spectral_unclamped`` √(m/n).
-        period: P ≥ 1, or ``math.inf`` to never refresh. phase: step t ≥ 0 is a refresh if (t − phase) mod P = 0.
+        period: P ≥ 1, or ``math.inf`` to never refresh, or a schedule (engine/schedule.py).
+        phase: step t ≥ 0 is a refresh if (t − phase) mod P = 0.
         stagger: whether matrices refresh in different steps of a period, dealt so that every step costs the same: step
             t refreshes those whose offset o, from shapes and their order alone, gives (t − phase − o) mod period = 0.
-        block_lr_ratio: factor on block steps.
+        block_lr_ratio: factor on block steps, or a schedule of it.
         block_grid: R row blocks or (R, C) blocks a logical matrix, cut as ``torch.chunk`` does, for any number of
             ranks; shards may not cut through a block. None: the local shard is the block.
         momentum_form: ``ema`` or ``heavy_ball``.
@@ -90,6 +93,7 @@ class MuonBP(Driver):
             All of them have to pass it. DTensors bring their own.
         compile: whether the momentum of matrices of 1 MiB and more advances, on a refresh, in a kernel that
             ``torch.compile`` writes at the first of them; eagerly, after a warning, if it cannot.
+        features: of ``engine/keywords.py``: 8-bit momentum, MARS, equilibration, normalised neurons.
 
     Raises:
         ValueError: for options out of range, parameters of fewer than two dimensions, unsupported placements,
@@ -108,10 +112,10 @@ class MuonBP(Driver):
         ns_steps: int | None = None,
         adjust_lr_fn: AdjustLr = "match_rms_adamw",
         *,
-        period: int | float = 5,
+        period: int | float | Schedule = 5,
         phase: int = 0,
         stagger: bool = False,
-        block_lr_ratio: float = 1.0,
+        block_lr_ratio: float | Schedule = 1.0,
         block_grid: int | tuple[int, int] | None = None,
         momentum_form: MomentumForm = "heavy_ball",
         ns_dtype: torch.dtype | None = None,
@@ -121,6 +125,7 @@ class MuonBP(Driver):
         max_in_flight: int = MAX_IN_FLIGHT,
         process_group: ProcessGroup | None = None,
         compile: bool = False,
+        **features: Unpack[Features],
     ) -> None:
         options = {
             "lr": lr,
@@ -140,5 +145,6 @@ class MuonBP(Driver):
             "stagger": stagger,
             "block_lr_ratio": block_lr_ratio,
             "block_grid": block_grid,
+            **features,
         }
         super().__init__(params, MUON_BP, options, bucket_bytes, max_in_flight, process_group, compile)

@@ -23,7 +23,7 @@ The result does not depend on the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -31,8 +31,10 @@ from torch.distributed import ProcessGroup
 
 from ..engine.algorithm import MATRIX_OPTIONS, MAX_IN_FLIGHT, Algorithm, register
 from ..engine.driver import Driver
+from ..engine.keywords import Features
 from ..engine.momentum import MomentumForm
 from ..engine.scaling import AdjustLr
+from ..engine.schedule import Schedule
 from ..orthogonal.coefficients import NS5, AnyCoefficients
 from ..sharding.plan import BucketBytes, Exchange
 
@@ -40,7 +42,7 @@ PERIODIC_ROW_MUON = register(
     Algorithm(
         name="periodic_row_muon",
         options={**MATRIX_OPTIONS, "period": 3, "phase": 0, "stagger": False, "row_lr_ratio": 1.0},
-        whole_rows=True,
+        unit="rows",
     )
 )
 
@@ -59,10 +61,11 @@ class PeriodicRowMuon(Driver):
         eps: added to the Frobenius norm, relative to the largest entry.
         adjust_lr_fn: a(m, n): ``original`` √max(1, m/n), ``match_rms_adamw`` 0.2·√max(m, n),
             ``spectral_unclamped`` √(m/n).
-        period: K ≥ 1, or ``math.inf`` to never refresh. phase: step t ≥ 0 is a refresh if (t − phase) mod K = 0.
+        period: K ≥ 1, or ``math.inf`` to never refresh, or a schedule (engine/schedule.py).
+        phase: step t ≥ 0 is a refresh if (t − phase) mod K = 0.
         stagger: whether matrices refresh in different steps of a period, dealt so that every step costs the same: step
             t refreshes those whose offset o, from shapes and their order alone, gives (t − phase − o) mod period = 0.
-        row_lr_ratio: factor on row steps.
+        row_lr_ratio: factor on row steps, or a schedule of it.
         momentum_form: ``ema`` or ``heavy_ball``.
         ns_dtype: of the iterations; None is fp64 for fp64 weights, else bf16 where the device is natively fast at
             it, else fp32.
@@ -79,6 +82,7 @@ class PeriodicRowMuon(Driver):
             All of them have to pass it. DTensors bring their own.
         compile: whether row steps, and the momentum on a refresh, of matrices of 1 MiB and more run in kernels that
             ``torch.compile`` writes at the first of them; eagerly, after a warning, if it cannot.
+        features: of ``engine/keywords.py``: 8-bit momentum, MARS, equilibration, normalised neurons.
 
     Raises:
         ValueError: for options out of range, parameters of fewer than two dimensions, unsupported placements.
@@ -96,10 +100,10 @@ class PeriodicRowMuon(Driver):
         ns_steps: int | None = None,
         adjust_lr_fn: AdjustLr = "match_rms_adamw",
         *,
-        period: int | float = 3,
+        period: int | float | Schedule = 3,
         phase: int = 0,
         stagger: bool = False,
-        row_lr_ratio: float = 1.0,
+        row_lr_ratio: float | Schedule = 1.0,
         momentum_form: MomentumForm = "ema",
         ns_dtype: torch.dtype | None = None,
         wire_dtype: torch.dtype | None = None,
@@ -108,6 +112,7 @@ class PeriodicRowMuon(Driver):
         max_in_flight: int = MAX_IN_FLIGHT,
         process_group: ProcessGroup | None = None,
         compile: bool = False,
+        **features: Unpack[Features],
     ) -> None:
         options = {
             "lr": lr,
@@ -126,5 +131,6 @@ class PeriodicRowMuon(Driver):
             "phase": phase,
             "stagger": stagger,
             "row_lr_ratio": row_lr_ratio,
+            **features,
         }
         super().__init__(params, PERIODIC_ROW_MUON, options, bucket_bytes, max_in_flight, process_group, compile)

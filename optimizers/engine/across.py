@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .rows import FormInput, Kinds, kinds, to_steps, walk
-from .task import Task
+from .task import Member, Task
 from .update import decay_and_add
 
 
 def row_steps_across(
-    tasks: Sequence[Task],
-    buffers: Callable[[Task], list[Tensor]],
+    members: Sequence[Member],
     advance: Callable[[Task], FormInput],
     look_ahead: Callable[[Task], FormInput],
     all_reduce: Callable[[Tensor, dist.ProcessGroup], None],
@@ -27,17 +26,17 @@ def row_steps_across(
     U is formed twice, by ``advance`` for the sums of squares and by ``look_ahead`` for the step, so that it need not be
     held for all matrices while the sums of all of them travel.
     """
-    together: dict[Any, list[Task]] = defaultdict(list)
-    for task in tasks:
-        together[task.job.group, task.job.layouts[0].column_groups, task.job.device].append(task)
+    together: dict[Any, list[Member]] = defaultdict(list)
+    for member in members:
+        job = member.task.job
+        together[job.group, job.layouts[0].column_groups, job.device].append(member)
     sent = 0
-    for (_, column_groups, device), members in together.items():
-        packed = torch.zeros(sum(map(_rows, members)), dtype=torch.float64, device=device)
-        walks = [
-            _with_sums(task, buffers(task), sums)
-            for task, sums in zip(members, packed.split([_rows(task) for task in members]), strict=True)
-        ]
-        for task, own in zip(members, walks, strict=True):
+    for (_, column_groups, device), some in together.items():
+        tasks = [member.task for member in some]
+        packed = torch.zeros(sum(map(_rows, tasks)), dtype=torch.float64, device=device)
+        parts_of_sums = packed.split([_rows(task) for task in tasks])
+        walks = [_with_sums(member, sums) for member, sums in zip(some, parts_of_sums, strict=True)]
+        for task, own in zip(tasks, walks, strict=True):
             for _, _, parts, (*_, sums) in walk(own, advance(task)):
                 for part, total in zip(parts, sums, strict=True):
                     norms = torch.linalg.vector_norm(part, dim=-1, keepdim=True, dtype=torch.float64)
@@ -46,9 +45,10 @@ def row_steps_across(
             ranks = dist.get_world_size(group)
             sent += 2 * packed.nbytes * (ranks - 1) // ranks
             all_reduce(packed, group)
-        for task, own in zip(members, walks, strict=True):
+        eps = tasks[0].group.get("row_eps", 0.0)
+        for task, own in zip(tasks, walks, strict=True):
             for factor, u, parts, (w, *_, sums) in walk(own, look_ahead(task)):
-                to_steps(u, task.group["lr"], factor, torch.cat([total[:, :1] for total in sums]))
+                to_steps(u, task.group["lr"], factor, torch.cat([total[:, :1] for total in sums]), eps)
                 decay_and_add(w, parts, task.group)
     return sent
 
@@ -57,17 +57,19 @@ def _rows(task: Task) -> int:
     return sum(w.shape[:-1].numel() for w in task.weights)
 
 
-def _with_sums(task: Task, buffers: list[Tensor], sums: Tensor) -> Kinds:
+def _with_sums(member: Member, sums: Tensor) -> Kinds:
     """What ``walk`` takes, with the rows' sums of squares as a fourth column, repeated to the shape of the weights.
 
     They lie in ``sums`` in the order of the parameters, the same on all ranks, however many columns each holds: a
     rank without any leaves its zeros there.
     """
 
+    task = member.task
+
     def repeated() -> Iterator[Tensor]:
         parts = sums.split([w.shape[:-1].numel() for w in task.weights])
         for w, part in zip(task.weights, parts, strict=True):
             yield part.view(*w.shape[:-1], 1).expand(w.shape)
 
-    columns = (task.weights, buffers, task.dense_gradients(), list(repeated()))
+    columns = (task.weights, member.buffers, member.gradients, list(repeated()))
     return kinds(task.job.layouts, task.group, *columns)

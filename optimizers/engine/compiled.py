@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from .momentum import ahead_of, form_of
 from .rows import row_scales
 from .scratch import KERNEL_BYTES
 
@@ -40,34 +41,36 @@ LEAST_BYTES = 2**20
 """Smaller matrices stay with the eager walk, where many share a slice: a call here costs about 0.05 ms."""
 
 
-def scales_of_rows(m: Tensor, g: Tensor, mu: Tensor, scale: Tensor, nesterov: bool, form: str) -> Tensor:
+def scales_of_rows(m: Tensor, g: Tensor, mu: Tensor, ahead: Tensor | None, scale: Tensor, form: str) -> Tensor:
     """``scale`` / ‖U_i‖₂ [rows, 1] for momentum and gradient [rows, n], neither of which is changed."""
-    _, u = _advanced(m, g, mu, nesterov, form)
+    _, u = _advanced(m, g, mu, ahead, form)
     return row_scales(u.double().square().sum(-1, keepdim=True).sqrt(), scale, u.dtype)
 
 
 def update_rows(
-    w: Tensor, m: Tensor, g: Tensor, scales: Tensor, mu: Tensor, keep: Tensor, nesterov: bool, form: str
+    w: Tensor, m: Tensor, g: Tensor, scales: Tensor, mu: Tensor, ahead: Tensor | None, keep: Tensor, form: str
 ) -> None:
     """M ← its next value, W_i ← ``keep``·W_i + scales_i·U_i in place, all [rows, n]; 16-bit ones are rounded once."""
-    advanced, u = _advanced(m, g, mu, nesterov, form)
+    advanced, u = _advanced(m, g, mu, ahead, form)
     m.copy_(advanced)
     w.copy_(w.to(_wide(w.dtype)) * keep + u * scales)
 
 
-def advance_into(m: Tensor, g: Tensor, out: Tensor, mu: Tensor, nesterov: bool, form: str) -> None:
+def advance_into(m: Tensor, g: Tensor, out: Tensor, mu: Tensor, ahead: Tensor | None, form: str) -> None:
     """M ← its next value in place, and U into ``out`` of any dtype, all [rows, n]."""
-    advanced, u = _advanced(m, g, mu, nesterov, form)
+    advanced, u = _advanced(m, g, mu, ahead, form)
     m.copy_(advanced)
     out.copy_(u)
 
 
-def _advanced(m: Tensor, g: Tensor, mu: Tensor, nesterov: bool, form: str) -> tuple[Tensor, Tensor]:
+def _advanced(m: Tensor, g: Tensor, mu: Tensor, ahead: Tensor | None, form: str) -> tuple[Tensor, Tensor]:
     """The next M, and U, both in at least fp32."""
     m, g = m.to(_wide(m.dtype)), g.to(_wide(m.dtype))
     fresh = 1 - mu if form == "ema" else torch.ones_like(mu)
     m = m + (g - m) * fresh if form == "ema" else m * mu + g
-    return m, (g * fresh + m * mu if nesterov else m)
+    if ahead is None:
+        return m, m
+    return m, (g * (1 - ahead) if form == "ema" else g) + m * ahead
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -86,19 +89,20 @@ class Kernels:
 
     def row_step(self, members: Members, factor: float, group: Mapping[str, Any]) -> list[Sequence[Tensor]]:
         """Take the row step of members (weight, momentum, gradient)."""
-        how = group["nesterov"], group["momentum_form"]
+        form = form_of(group)
 
         def take(w: Tensor, m: Tensor, g: Tensor) -> None:
-            mu, keep, scale = _scalars(group, factor, w.device)
-            scales = self._call(scales_of_rows, m, g, mu, scale, *how)
-            self._call(update_rows, w, m, g, scales, mu, keep, *how)
+            mu, ahead = _momenta(group)
+            keep, scale = _rates(group, factor, w.device)
+            scales = self._call(scales_of_rows, m, g, mu, ahead, scale, form)
+            self._call(update_rows, w, m, g, scales, mu, ahead, keep, form)
 
         return self._each(members, take)
 
     def advance(self, members: Members, group: Mapping[str, Any]) -> list[Sequence[Tensor]]:
         """Update the momentum of members (momentum, gradient, out) and form U in ``out``, of any dtype."""
-        mu, how = _on_host(group["momentum"]), (group["nesterov"], group["momentum_form"])
-        return self._each(members, lambda m, g, out: self._call(advance_into, m, g, out, mu, *how))
+        how = (*_momenta(group), form_of(group))
+        return self._each(members, lambda m, g, out: self._call(advance_into, m, g, out, *how))
 
     def _each(self, members: Members, take: Callable[..., None]) -> list[Sequence[Tensor]]:
         if _get_current_dispatch_mode() is not None:  # a counter around this step, under which nothing compiles
@@ -142,14 +146,20 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, backend=BACKEND, dynamic=True, fullgraph=True)
 
 
-def _scalars(group: Mapping[str, Any], factor: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """μ, 1 − η·λ and −η·factor as 0-d fp64 tensors; an lr on a device stays on it, all else on the host."""
+def _momenta(group: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """μ and κ as 0-d fp64 tensors on the host."""
+    ahead = ahead_of(group)
+    return _on_host(group["momentum"]), None if ahead is None else _on_host(ahead)
+
+
+def _rates(group: Mapping[str, Any], factor: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """1 − η·λ and −η·factor as 0-d fp64 tensors; an lr on a device stays on it, all else on the host."""
     lr = group["lr"]
     if isinstance(lr, Tensor):
         lr = lr.double() if lr.device.type == "cpu" else lr.to(device, torch.float64)
     else:
         lr = _on_host(lr)
-    return _on_host(group["momentum"]), 1 - lr * group["weight_decay"], -factor * lr
+    return 1 - lr * group["weight_decay"], -factor * lr
 
 
 def _on_host(value: float) -> Tensor:

@@ -17,18 +17,24 @@ from torch import Tensor
 from ..orthogonal.newton_schulz import STACK_BYTES, compute_dtype, orthogonalize_all, orthogonalize_pieces
 from ..orthogonal.pieces import Pieces
 from ..sharding.layout import Layout
-from .scaling import spectral_scale
+from .equilibrate import equilibrated
+from .scaling import refresh_scale, spectral_scale
+from .schedule import interpolated
 
 Grid = tuple[int, int]
 
 
 @dataclass
 class Step:
-    """W_i ← (1 − η·λ)·W_i − η·factor_i·direction_i for every i; the views W_i make up whole local shards."""
+    """W_i ← (1 − η·λ)·W_i − η·factor_i·direction_i for every i; the views W_i make up whole local shards.
+
+    ``decays``, if there are any: what to multiply η·λ by for each i.
+    """
 
     weights: list[Tensor] = field(default_factory=list)
     directions: list[Tensor] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
+    decays: list[float] = field(default_factory=list)
 
 
 Direction = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Layout], Mapping[str, Any]], Step]
@@ -50,6 +56,8 @@ def orthogonalise(
     matrices: Sequence[Pieces], options: Mapping[str, Any], weight: Tensor, stack_bytes: int = STACK_BYTES
 ) -> None:
     """Newton–Schulz of whole matrices where they lie, with the options of their group."""
+    if options["equilibrate"] is not None:
+        matrices = [equilibrated(matrix, options["equilibrate"]) for matrix in matrices]
     orthogonalize_pieces(matrices, *_kernel(options, weight), stack_bytes)
 
 
@@ -66,21 +74,40 @@ def spectral(
         step.weights += layout.views(weight)
         step.directions += layout.views(u)
     orthogonalise([Pieces.whole(u, u) for u in step.directions], options, weights[0])
-    step.factors = [spectral_scale(options["adjust_lr_fn"], *w.shape) for w in step.weights]
+    step.factors = [refresh_scale(options, *w.shape) for w in step.weights]
     return step
+
+
+def signs(scale: Callable[[Mapping[str, Any], int, int], float], decay_by_step: bool = False) -> Direction:
+    """The sign of every element times ``scale`` (group, m, n); a weight decay may be as much smaller as the step is."""
+
+    def sign(
+        weights: Sequence[Tensor], inputs: Sequence[Tensor], layouts: Sequence[Layout], options: Mapping[str, Any]
+    ) -> Step:
+        step = Step()
+        for weight, u, layout in zip(weights, inputs, layouts, strict=True):
+            step.weights += layout.views(weight)
+            step.directions += [x.sign() for x in layout.views(u)]
+            step.factors += [scale(options, *matrix.shape) for matrix, _, _ in layout.here]
+        step.decays = step.factors if decay_by_step else []
+        return step
+
+    return sign
 
 
 def block(
     weights: Sequence[Tensor], inputs: Sequence[Tensor], layouts: Sequence[Layout], options: Mapping[str, Any]
 ) -> Step:
     """Orthogonalise every block by itself, scaled by the block's own sizes."""
-    ratio = options.get("block_lr_ratio", 1.0)
+    ratio = interpolated(options.get("block_lr_ratio", 1.0), options["step"])
     step, blocks = Step(), []
     for weight, u, layout in zip(weights, inputs, layouts, strict=True):
         for w, x, (matrix, _, _) in zip(layout.views(weight), layout.views(u), layout.here, strict=True):
             size = block_size(options["block_grid"], matrix.shape, w.shape)
             step.weights += _cut(w, size)
             blocks += _cut(x, size)
+    if options["equilibrate"] is not None:
+        blocks = [equilibrated(Pieces.whole(x), options["equilibrate"]).example for x in blocks]
     step.directions = orthogonalize_all(blocks, *_kernel(options, weights[0]))
     step.factors = [ratio * spectral_scale(options["adjust_lr_fn"], *w.shape) for w in step.weights]
     return step

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,26 +15,34 @@ from torch import Tensor
 from ..orthogonal.pieces import Pieces
 from ..sharding.agreement import agree, process_groups
 from ..sharding.exchange import pipeline, warm_up
-from ..sharding.layout import local
+from ..sharding.layout import dividing_groups, local
 from ..sharding.plan import BucketBytes
 from ..sharding.report import Plan
 from ..sharding.team import Team, team_of
+from . import variance
 from .across import row_steps_across
-from .algorithm import ALGORITHMS, Algorithm
+from .adaptive import apply_adaptive, squares_of
+from .algorithm import ALGORITHMS, MAX_IN_FLIGHT, Algorithm
 from .compiled import Kernels
 from .costs import plan_of
-from .directions import Step, orthogonalise, spectral, wire_dtype
+from .directions import Step, block, orthogonalise, spectral, wire_dtype
 from .foreign import from_torch
+from .forms import absmax_key, wide
 from .gradients import local_gradients
-from .jobs import Job, describe, divide, label
+from .jobs import Job, check_splits, describe, divide, label
 from .members import listed, tensors_of
-from .momentum import advance_in, look_ahead, update_momentum
-from .options import check_options, find_algorithm, plain
+from .momentum import advance_in, ahead_of, form_of, look_ahead, update_momentum
+from .neurons import Neurons, neuron_steps, neurons_of
+from .norms import column_steps, matrix_steps
+from .options import check_momenta, check_options, find_algorithm, nearest, plain, structure
+from .quantized_state import CODES, pack, unpack
 from .rows import row_step
-from .scaling import spectral_scale
+from .scaling import refresh_scale
+from .selection import apply_to_rows, row_norms, select, take_rows, take_rows_here
 from .spans import Spans, spent_on
 from .stored_state import check_stored, complete, unwrap_tensors, wrap_tensors
-from .task import Task
+from .sums import Sums
+from .task import Member, Opened, Task
 from .update import apply
 
 
@@ -50,12 +58,13 @@ class Driver(torch.optim.Optimizer):
         params: tensors, (name, tensor) pairs or groups. A group may name its ``algorithm``; ``lr`` and
             ``weight_decay`` default to those given here, other options to those of the group's algorithm.
         algorithm: of groups that name none.
-        options: of ``algorithm``, complete.
+        options: of ``algorithm``, where they differ from its own; those that follow may be among them.
         bucket_bytes: how much travels or is updated at a time: the shards of all ranks together, in the dtype in which
             they travel, or in their own where nothing does.
         max_in_flight: buckets in flight on a refresh.
         process_group: of ranks that each hold the same plain tensors and gradients, and deal their matrices to owners.
         compile: whether passes over large matrices run as kernels that are compiled at their first use.
+        problem: what is wrong already, to be raised on all ranks.
 
     Raises:
         ValueError: for bad options, parameters that are no matrices, placements that are not supported, a
@@ -64,22 +73,28 @@ class Driver(torch.optim.Optimizer):
     """
 
     _spans: Spans | None = None
+    _has_previous = False
 
     def __init__(
         self,
         params: Iterable[Any],
         algorithm: Algorithm,
-        options: dict[str, Any],
-        bucket_bytes: BucketBytes,
-        max_in_flight: int,
+        options: Mapping[str, Any],
+        bucket_bytes: BucketBytes = "auto",
+        max_in_flight: int = MAX_IN_FLIGHT,
         process_group: dist.ProcessGroup | None = None,
         compile: bool = False,
+        problem: ValueError | None = None,
     ) -> None:
+        options = {**algorithm.options, **options}
+        bucket_bytes = options.pop("bucket_bytes", bucket_bytes)
+        max_in_flight = options.pop("max_in_flight", max_in_flight)
+        process_group, compile = options.pop("process_group", process_group), options.pop("compile", compile)
         self._options = {"algorithm": algorithm.name, **options}
         self._bucket_bytes, self._max_in_flight, self._compile = bucket_bytes, max_in_flight, compile
         self._kernels = Kernels()
         self._holders: Team | None = None
-        self._travelled: list[Job] = []
+        self._travelled: list[Task] = []
         self._reduced_bytes = 0
         self._jobs: list[Job] | None = None
         self._building = True
@@ -88,12 +103,17 @@ class Driver(torch.optim.Optimizer):
         try:
             if process_group is not None:  # first: whatever else is wrong is told to its ranks
                 self._holders = team_of(process_group)
+            if problem is not None:
+                raise problem
             for name, value in (("bucket_bytes", bucket_bytes), ("max_in_flight", max_in_flight)):
                 auto = name == "bucket_bytes" and value == "auto"
                 if not auto and (not isinstance(value, int) or value < 1):
                     raise ValueError(f"{name} is {value!r} but has to be an int >= 1")
             if not isinstance(compile, bool):
                 raise ValueError(f"compile is {compile!r} but has to be True or False")
+            if unknown := options.keys() - algorithm.options.keys():
+                key = min(unknown)
+                raise ValueError(f"{algorithm.name} has no option {key!r}{nearest(key, algorithm.options)}")
             # Schedulers that cycle the momentum look for it among the defaults.
             super().__init__(params, {key: plain(value) for key, value in options.items()})
         except Exception as problem:
@@ -104,7 +124,7 @@ class Driver(torch.optim.Optimizer):
     @property
     def wire_bytes(self) -> int:
         """Bytes that this rank sent in the last step, from the plan."""
-        return self._reduced_bytes + sum(job.bucket.bytes_sent[job.layouts[0].rank] for job in self._travelled)
+        return self._reduced_bytes + sum(task.bucket.bytes_sent[task.job.layouts[0].rank] for task in self._travelled)
 
     @property
     def wire_bytes_max(self) -> int:
@@ -114,8 +134,8 @@ class Driver(torch.optim.Optimizer):
         share are counted as this rank sends them.
         """
         sent: dict[Any, list[tuple[int, ...]]] = defaultdict(list)
-        for job in self._travelled:
-            sent[job.team].append(job.bucket.bytes_sent)
+        for task in self._travelled:
+            sent[task.job.team].append(task.bucket.bytes_sent)
         return self._reduced_bytes + sum(max(map(sum, zip(*buckets, strict=True))) for buckets in sent.values())
 
     @property
@@ -179,6 +199,7 @@ class Driver(torch.optim.Optimizer):
             if "matrix_splits" in param_group:
                 param_group["matrix_splits"] = plain(param_group["matrix_splits"])
             check_options(param_group, algorithm, where)
+            check_momenta(param_group, where)
         super().add_param_group(param_group)
         for key in self.defaults.keys() - algorithm.options.keys():  # torch fills them into every group
             del self.param_groups[-1][key]
@@ -187,12 +208,14 @@ class Driver(torch.optim.Optimizer):
     def _complete_state(self, number: int) -> None:
         """State exists from the start, on every rank, so that checkpoints can be read before the first step."""
         group = self.param_groups[number]
+        if ALGORITHMS[group["algorithm"]].elementwise is None:
+            check_splits(group, f"group {number}")
         for i, p in enumerate(group["params"]):
             name = label(f"group {number}", group, i)
             if not p.is_floating_point():
                 raise ValueError(f"{name}: dtype {p.dtype} is not supported; parameters have to be real floats")
             if p.requires_grad:
-                complete(self.state[p], p, ALGORITHMS[group["algorithm"]], group["step"] > 0, name)
+                complete(self.state[p], group, i, name, (number, i))
 
     def _build(self, error: Exception | None = None, tensors: Iterable[Tensor] | None = None) -> None:
         """Divide the parameters into jobs; ranks compare the division, and an ``error`` becomes one of all."""
@@ -213,15 +236,27 @@ class Driver(torch.optim.Optimizer):
     def _meetings(self, jobs: Iterable[Job]) -> Iterator[tuple[Any, torch.device]]:
         """Process groups that any step will communicate in, and on which device."""
         for job in jobs:
+            group = self.param_groups[job.group]
+            algorithm = ALGORITHMS[group["algorithm"]]
             if job.bucket:
                 yield job.team.open(), job.device
-            if job.layouts and ALGORITHMS[self.param_groups[job.group]["algorithm"]].whole_rows:
-                for group in job.layouts[0].column_groups:
-                    yield group, job.device
+            met = [dividing_groups(p) for p in job.params if group.get("mars_gamma")]
+            for layout in job.layouts:
+                met += [layout.column_groups] if algorithm.unit == "rows" or algorithm.together else []
+                met += [layout.row_groups] if algorithm.together else []
+                whole = algorithm.unit in ("columns", "matrix") or algorithm.step_sizes or algorithm.selects
+                met += [layout.groups] if whole or group.get("neuron_beta2") is not None else []
+            yield from ((one, job.device) for groups in met for one in groups)
 
     def _present(self) -> list[tuple[Any, ...]]:
-        """Which tensors there are, where and of what dtype, and which are trained."""
-        return [(id(p), p.requires_grad, p.dtype, p.device) for group in self.param_groups for p in group["params"]]
+        """Which tensors there are, where and of what dtype, which are trained, and options that shape their state."""
+        tensors = [(id(p), p.requires_grad, p.dtype, p.device) for group in self.param_groups for p in group["params"]]
+        return [*tensors, *map(structure, self.param_groups)]
+
+    def _keep_up(self) -> None:
+        """Build the plan anew if parameters or the structure of groups changed; collective then."""
+        if self._jobs is None or self._built_for != self._present():
+            self._rebuild()
 
     def _rebuild(self) -> None:
         """Follow parameters that were frozen, thawed, moved, cast, or replaced as accelerate does when it shards."""
@@ -246,7 +281,9 @@ class Driver(torch.optim.Optimizer):
             )
         for p in stale:
             del self.state[p]
-        for number in range(len(self.param_groups)):
+        for number, group in enumerate(self.param_groups):
+            algorithm = ALGORITHMS[group["algorithm"]]
+            check_options({key: group[key] for key in algorithm.options}, algorithm, f"group {number}")
             self._complete_state(number)
 
     # -- step -------------------------------------------------------------------------------------------------------
@@ -263,16 +300,64 @@ class Driver(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._jobs is None or self._built_for != self._present():
-            self._rebuild()
+        self._keep_up()
         with ExitStack() as stack:
             for kind in {job.device.type for job in self._jobs}:
+                if kind == "meta":
+                    raise ValueError(
+                        "parameters lie on the meta device; build the optimizer after model.to_empty(device=...), "
+                        "which replaces them"
+                    )
                 if torch.is_autocast_enabled(kind):  # it would choose the dtype of the iterations
                     stack.enter_context(torch.autocast(kind, enabled=False))
             self._run()
         for group in self.param_groups:
             group["step"] += 1
         return loss
+
+    @contextmanager
+    @torch.no_grad()
+    def at_previous_weights(self) -> Iterator[None]:
+        """Inside, the parameters of groups with ``mars_exact`` are those of before the last step.
+
+        Take the loss of the batch of the coming step and its gradients inside, before those at the present weights::
+
+            with optimizer.at_previous_weights():
+                loss(model, batch).backward()
+            loss(model, batch).backward()
+            optimizer.step()
+
+        All gradients are None at the start and afterwards. On the first step the weights are the present ones.
+        """
+        self._keep_up()
+        groups = [group for group in self.param_groups if group.get("mars_gamma") and group["mars_exact"]]
+        started = [group for group in groups if group["step"]]
+        self.zero_grad(set_to_none=True)
+        for group in started:
+            variance.swap_weights(group, self.state)
+        try:
+            with torch.enable_grad():
+                yield
+            for p in (p for group in groups for p in group["params"] if p.requires_grad):
+                before = local(self.state[p]["last_gradient"])
+                before.zero_() if p.grad is None else before.copy_(local(p.grad))
+            self._has_previous = True
+        finally:
+            for group in started:
+                variance.swap_weights(group, self.state)
+            self.zero_grad(set_to_none=True)
+
+    def _keep_previous(self) -> None:
+        """Check that exact variance reduction has its gradients, and keep the weights for the next."""
+        groups = [group for group in self.param_groups if group.get("mars_gamma") and group["mars_exact"]]
+        if groups and not self._has_previous:
+            raise ValueError(
+                "mars_exact needs this batch's gradients at the weights of before the last step; take them inside "
+                "optimizer.at_previous_weights(), or set mars_exact=False"
+            )
+        for group in groups:
+            variance.keep_weights(group, self.state)
+        self._has_previous = False
 
     def _task(self, job: Job) -> Task:
         group = self.param_groups[job.group]
@@ -284,22 +369,87 @@ class Driver(torch.optim.Optimizer):
     @spent_on("other")
     def _run(self) -> None:
         tasks = [self._task(job) for job in self._jobs]
+        self._keep_previous()
         travelling = [task for task in tasks if task.travels]
-        self._travelled = [task.job for task in travelling]
+        self._travelled = travelling
+        self._reduced_bytes = self._measure(tasks)
+        self._select([task for task in tasks if task.algorithm.selects])
+        at_home: list[Neurons] = []
 
         def meanwhile() -> None:
             for task in tasks:
-                if not task.travels and not task.shares_rows:
+                if not (task.travels or task.adds_up or task.algorithm.together):
                     self._stay(task)
-            self._share([task for task in tasks if task.shares_rows])
+            self._add_up([task for task in tasks if task.adds_up])
+            self._step_together([task for task in tasks if task.algorithm.together])
 
-        pipeline(travelling, self._depart, self._turn, self._land, self._max_in_flight, meanwhile)
+        land = partial(self._land, at_home)
+        pipeline(travelling, self._depart, self._turn, land, self._max_in_flight, meanwhile)
+        self._normalise(at_home)
+
+    @spent_on("momentum")
+    def _measure(self, tasks: Sequence[Task]) -> int:
+        """Norms of gradients that algorithms ask for, in one all-reduce; the bytes that this rank sends for it."""
+        sums = Sums(self._all_reduce)
+        clipped: dict[Tensor, Tensor] = {}
+        for group in self.param_groups:
+            if not group.get("mars_gamma") or group["mars_clip"] is None:
+                continue
+            for p in group["params"]:
+                if p.requires_grad:
+                    shards = local(p.detach() if p.grad is None else p.grad), local(self.state[p]["last_gradient"])
+                    gradient = torch.zeros_like(shards[0]) if p.grad is None else shards[0]
+                    clipped[p] = variance.measured(gradient, shards[1], group, dividing_groups(p), sums)
+        for task in tasks:
+            task.clipped = [clipped.get(p) for p in task.job.params]
+            if task.algorithm.step_sizes is not None:
+                task.squares = [sums.add(total, groups) for total, groups in squares_of(task)]
+        return sums.reduce()
+
+    @spent_on("momentum")
+    def _select(self, tasks: Sequence[Task]) -> None:
+        """Update the momentum of tasks that orthogonalise some rows only, and choose those."""
+        sums, norms = Sums(self._all_reduce), []
+        for task in tasks:
+            with self._open(task) as state:
+                for m, g in zip(state["momentum_buffer"], self._gradients(task), strict=True):
+                    m.add_(g)
+                norms.append(row_norms(task, state["momentum_buffer"], sums))
+        self._reduced_bytes += sums.reduce()
+        for task, selected in zip(tasks, select(tasks, norms), strict=True):
+            task.selected = selected
 
     @spent_on("update")
-    def _share(self, tasks: Sequence[Task]) -> None:
-        """Take the row steps of jobs whose rows ranks share."""
+    def _add_up(self, tasks: Sequence[Task]) -> None:
+        """Take the steps of tasks for which ranks may have to add up squares.
+
+        Momentum of 8 bits is decoded for all of them at once.
+        """
         forms = (self._advancing, self._looking_ahead)
-        self._reduced_bytes = row_steps_across(tasks, self._buffers, *forms, self._all_reduce)
+        with ExitStack() as stack:
+            members: dict[str, list[Member]] = {"rows": [], "columns": [], "matrix": []}
+            for task in tasks:
+                buffers = stack.enter_context(self._open(task))["momentum_buffer"]
+                members[task.algorithm.unit].append(Member(task, buffers, self._gradients(task)))
+            self._reduced_bytes += row_steps_across(members["rows"], *forms, self._all_reduce)
+            self._reduced_bytes += column_steps(members["columns"], *forms, self._all_reduce)
+            self._reduced_bytes += matrix_steps(members["matrix"], *forms, self._all_reduce)
+
+    @spent_on("update")
+    def _step_together(self, tasks: Sequence[Task]) -> None:
+        by_rule: dict[Callable[..., int], list[Task]] = defaultdict(list)
+        for task in tasks:
+            by_rule[task.algorithm.together.take].append(task)
+        for take, some in by_rule.items():
+            with ExitStack() as stack:
+                opened = [Opened(task, stack.enter_context(self._open(task)), self._gradients(task)) for task in some]
+                self._reduced_bytes += take(opened, self._all_reduce)
+
+    @spent_on("update")
+    def _normalise(self, at_home: Sequence[Neurons]) -> None:
+        """Take the steps of directions whose neurons are normalised."""
+        if at_home:
+            self._reduced_bytes += neuron_steps(at_home, self._all_reduce)
 
     @spent_on("exchange")
     def _all_reduce(self, packed: Tensor, group: dist.ProcessGroup) -> None:
@@ -308,27 +458,32 @@ class Driver(torch.optim.Optimizer):
     @spent_on("update")
     def _stay(self, task: Task) -> None:
         """Update a job without communication."""
-        if task.algorithm.elementwise is not None:
-            state = {key: self._states(task, key) for key in task.algorithm.state}
-            task.algorithm.elementwise(task.weights, state, task.dense_gradients(), task.group)
-            return
-        if task.algorithm.whole_rows and not task.refresh:
-            states = (task.weights, self._buffers(task), task.dense_gradients())
-            take_compiled = self._kernels.row_step if self._compile else None
-            row_step(*states, task.job.layouts, task.group, self._advancing(task), take_compiled)
-            return
-        apply(self._direct(task), task.group)
+        with self._open(task) as state:
+            if task.algorithm.elementwise is not None:
+                task.algorithm.elementwise(task.weights, state, self._gradients(task), task.group)
+            elif task.algorithm.unit == "rows" and not task.refresh:
+                states = (task.weights, state["momentum_buffer"], self._gradients(task))
+                take_compiled = self._kernels.row_step if self._compile else None
+                row_step(*states, task.job.layouts, task.group, self._advancing(task), take_compiled)
+            elif task.selected is not None:
+                apply_to_rows(task, self._direct_rows(task, state["momentum_buffer"]))
+            else:
+                self._normalise(self._finish(task, self._direct(task, state["momentum_buffer"])))
 
     @spent_on("orthogonalisation")
-    def _direct(self, task: Task) -> Step:
+    def _direct(self, task: Task, buffers: list[Tensor]) -> Step:
         direction = spectral if task.refresh else task.algorithm.between
-        return direction(task.weights, self._inputs(task), task.job.layouts, task.group)
+        return direction(task.weights, self._inputs(task, buffers), task.job.layouts, task.group)
+
+    @spent_on("orthogonalisation")
+    def _direct_rows(self, task: Task, buffers: list[Tensor]) -> list[Tensor]:
+        return take_rows_here(task, buffers)
 
     @spent_on("exchange")
     def _depart(self, task: Task) -> tuple[Task, Any]:
         job = task.job
-        form = partial(self._form, task)
-        return task, task.route.depart(job.bucket, form, job.layouts[0].rank, job.team.open(), job.device)
+        form = partial(self._form_travelling, task)
+        return task, task.route.depart(task.bucket, form, job.layouts[0].rank, job.team.open(), job.device)
 
     @spent_on("exchange")
     def _turn(self, travelling: tuple[Task, Any]) -> tuple[Task, Any]:
@@ -340,42 +495,82 @@ class Driver(torch.optim.Optimizer):
         orthogonalise(matrices, task.group, task.weights[0], stack_bytes)
 
     @spent_on("update")
-    def _land(self, travelling: tuple[Task, Any]) -> None:
+    def _land(self, at_home: list[Neurons], travelling: tuple[Task, Any]) -> None:
         task, trip = travelling
-        factors = [spectral_scale(task.group["adjust_lr_fn"], *layout.shape) for layout in task.job.layouts]
-        apply(Step(task.weights, self._arrive(task, trip), factors), task.group)
+        if task.selected is not None:
+            apply_to_rows(task, self._arrive(task, trip))
+            return
+        factors = [refresh_scale(task.group, *layout.shape) for layout in task.job.layouts]
+        at_home += self._finish(task, Step(task.weights, self._arrive(task, trip), factors))
 
     @spent_on("exchange")
     def _arrive(self, task: Task, trip: Any) -> list[Tensor]:
         return task.route.land(trip)
 
+    def _finish(self, task: Task, step: Step) -> list[Neurons]:
+        """Apply directions to weights, or return those whose neurons have to be normalised first."""
+        orthogonal = task.refresh or task.algorithm.between is block
+        if orthogonal and task.group.get("neuron_beta2") is not None:
+            return neurons_of(task, step, self._states(task, "neuron_second_moment"))
+        if task.algorithm.step_sizes is not None:
+            rows = {key: self._states(task, key) for key, form in task.algorithm.state.items() if form.per_row}
+            apply_adaptive(task, step, rows)
+        else:
+            apply(step, task.group)
+        return []
+
     @spent_on("momentum")
-    def _inputs(self, task: Task) -> list[Tensor]:
+    def _inputs(self, task: Task, buffers: list[Tensor]) -> list[Tensor]:
         """U of a task: on a refresh new tensors of the dtype in which it would travel, else as ``_advancing`` gives."""
-        buffers = self._buffers(task)
         if not task.refresh:
-            return self._advancing(task)(buffers, task.dense_gradients())
+            return self._advancing(task)(buffers, self._gradients(task))
         wire = wire_dtype(task.group, task.weights[0].dtype)
         inputs = [torch.empty(m.shape, dtype=wire, device=m.device) for m in buffers]
-        self._form(task, inputs)
+        self._form(task, buffers, inputs)
         return inputs
 
     @spent_on("momentum")
-    def _form(self, task: Task, outs: Sequence[Tensor | None]) -> None:
+    def _form_travelling(self, task: Task, outs: Sequence[Tensor | None]) -> None:
+        with self._open(task) as state:
+            if task.selected is not None:
+                take_rows(task, state["momentum_buffer"], outs)
+            else:
+                self._form(task, state["momentum_buffer"], outs)
+
+    def _form(self, task: Task, buffers: list[Tensor], outs: Sequence[Tensor | None]) -> None:
         """Update the momentum of a task and form U where it is wanted."""
         # Replicas advance one matrix alike, to the last bit, though only its owner's sends U.
         dealt = len(set(getattr(task.job.bucket, "replicas", ()))) > 1
         take_compiled = partial(self._kernels.advance, group=task.group) if self._compile and not dealt else None
-        advance_in(outs, self._buffers(task), task.dense_gradients(), self._advancing(task), take_compiled)
+        advance_in(outs, buffers, self._gradients(task), self._advancing(task), take_compiled)
 
     def _advancing(self, task: Task) -> Callable[..., list[Tensor]]:
-        return partial(update_momentum, **_momentum_options(task.group))
+        group = task.group
+        options = {"mu": group["momentum"], "ahead": ahead_of(group), "form": form_of(group)}
+        return partial(update_momentum, **options)
 
     def _looking_ahead(self, task: Task) -> Callable[..., list[Tensor]]:
-        return partial(look_ahead, **_momentum_options(task.group))
+        return partial(look_ahead, ahead=ahead_of(task.group), form=form_of(task.group))
 
-    def _buffers(self, task: Task) -> list[Tensor]:
-        return self._states(task, "momentum_buffer")
+    def _gradients(self, task: Task) -> list[Tensor]:
+        """What momentum is formed of, once a step: gradients, those that are None as zeros, with less variance."""
+        gradients = task.dense_gradients()
+        if not task.group.get("mars_gamma"):
+            return gradients
+        return variance.corrections(gradients, self._states(task, "last_gradient"), task.clipped, task.group)
+
+    @contextmanager
+    def _open(self, task: Task) -> Iterator[dict[str, list[Tensor]]]:
+        """The state by key; that of 8 bits decoded, and encoded anew afterwards."""
+        state = {key: self._states(task, key) for key in task.algorithm.state}
+        coded = {key: (state[key], self._states(task, absmax_key(key))) for key in task.job.codes}
+        for key, (values, scales) in coded.items():
+            code, dtype = CODES[task.job.codes[key]], wide(task.weights[0].dtype)
+            state[key] = [unpack(q, s, code, dtype) for q, s in zip(values, scales, strict=True)]
+        yield state
+        for key, (values, scales) in coded.items():
+            for x, q, s in zip(state[key], values, scales, strict=True):
+                pack(x, q, s, CODES[task.job.codes[key]])
 
     def _states(self, task: Task, key: str) -> list[Tensor]:
         return task.job.select(local(self.state[p][key]) for p in task.job.params)
@@ -458,11 +653,7 @@ class Driver(torch.optim.Optimizer):
         """Restore a copy, or what ``load_state_dict`` prepared; the plan is built anew."""
         super().__setstate__({**state, "state": unwrap_tensors(state["state"])})
         self._building = False
-        self._travelled: list[Job] = []
+        self._travelled: list[Task] = []
         self._reduced_bytes = 0
         self._kernels = Kernels()
         self._jobs = None
-
-
-def _momentum_options(group: dict[str, Any]) -> dict[str, Any]:
-    return {"mu": group["momentum"], "nesterov": group["nesterov"], "form": group["momentum_form"]}

@@ -17,8 +17,10 @@ from ..sharding.matrices import SPLIT_FORMS, MatrixSplit, is_split
 from ..sharding.plan import BUCKET_BYTES, AnyBucket, BucketBytes, Cargo, Planner
 from ..sharding.team import Team
 from .algorithm import ALGORITHMS
-from .directions import iteration_dtype, wire_dtype
-from .options import check_grid
+from .directions import block, iteration_dtype, wire_dtype
+from .forms import forms_of
+from .narrow import narrowed
+from .options import check_grid, check_whole_rows
 from .schedule import stagger_offsets
 
 Member = tuple[Tensor, str, Layout | None]
@@ -31,6 +33,7 @@ class Job:
     ``bucket`` says how they travel on a refresh; None if none of their matrices ever has to. If it is not None, each
     entry is one matrix, so that a parameter of several has several entries. ``layouts`` is empty for an elementwise
     algorithm. ``labels`` name the parameters in errors. ``offset``: how long after the group's phase it refreshes.
+    ``codes``: of state keys of 8 bits.
     """
 
     group: int
@@ -39,6 +42,7 @@ class Job:
     layouts: list[Layout] = field(default_factory=list)
     bucket: AnyBucket | None = None
     offset: int = 0
+    codes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -76,11 +80,11 @@ def divide(groups: Sequence[Mapping[str, Any]], bucket_bytes: BucketBytes, holde
     for number, group in enumerate(groups):
         for kind, members in _by_kind(number, group, holders).items():
             if kind.team is None:
-                jobs += _local_jobs(number, members, bucket_bytes, kind.offset)
+                jobs += _local_jobs(number, members, bucket_bytes, kind.offset, _codes(group, members[0][0]))
                 continue
             replicas = members[0][2].replicas
             loads[kind.team, replicas, group["exchange"], kind.offset].append(
-                _Load(number, kind.offset, members, wire_dtype(group, kind.dtype))
+                _Load(number, kind.offset, members, wire_dtype(group, kind.dtype), _cargo(group, members))
             )
     for (team, replicas, exchange, _), together in loads.items():
         planner = Planner(len(team.ranks), bucket_bytes, replicas, exchange)
@@ -88,7 +92,8 @@ def divide(groups: Sequence[Mapping[str, Any]], bucket_bytes: BucketBytes, holde
         for load, buckets in zip(together, plans, strict=True):
             for bucket in buckets:
                 params, labels, layouts = zip(*(load.members[c.index] for c in bucket.cargo), strict=True)
-                jobs.append(Job(load.group, list(params), list(labels), list(layouts), bucket, load.offset))
+                codes = _codes(groups[load.group], params[0])
+                jobs.append(Job(load.group, list(params), list(labels), list(layouts), bucket, load.offset, codes))
     return sorted(jobs, key=lambda job: job.group)
 
 
@@ -101,6 +106,7 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     offset: int
+    codes: bool
 
 
 @dataclass(frozen=True)
@@ -111,10 +117,15 @@ class _Load:
     offset: int
     members: list[Member]
     dtype: torch.dtype
+    cargo: list[Cargo]
 
-    @property
-    def cargo(self) -> list[Cargo]:
-        return [Cargo(i, layout.shape, layout.shares) for i, (_, _, layout) in enumerate(self.members)]
+
+def _cargo(group: Mapping[str, Any], members: Sequence[Member]) -> list[Cargo]:
+    """The matrices; where rows are selected, as many of them in each rank's share as if all were alike."""
+    whole = [Cargo(i, layout.shape, layout.shares) for i, (_, _, layout) in enumerate(members)]
+    if not ALGORITHMS[group["algorithm"]].selects:
+        return whole
+    return [narrowed(c, group, layout, layout.matrices[0]) for c, (_, _, layout) in zip(whole, members, strict=True)]
 
 
 def describe(
@@ -126,10 +137,10 @@ def describe(
         where, algorithm = f"group {number}", ALGORITHMS[group["algorithm"]]
         settings = {k: group[k] for k in algorithm.options if k not in ("lr", "weight_decay")}
         lines.append(f"{where}: algorithm {group['algorithm']}, step {group['step']}, {settings}")
-        if algorithm.elementwise is None:
+        if "ns_dtype" in algorithm.options:
             lines[-1] += f"; set ns_dtype if hardware differs: {_iterations(group)}"
         for i, p in enumerate(group["params"]):
-            split = _split(group, i)
+            split = split_of(group, i)
             lines.append(f"{label(where, group, i)}, {p.dtype}" + ("" if p.requires_grad else ", frozen"))
             lines[-1] += "" if split is None else f", matrix_splits {split}"
     return lines
@@ -150,11 +161,11 @@ def _by_kind(number: int, group: Mapping[str, Any], holders: Team | None) -> dic
     if algorithm.elementwise is not None:
         for p, name in zip(group["params"], names, strict=True):
             if p.requires_grad:
-                kinds[_Kind(None, (), (), p.dtype, p.device, 0)].append((p, name, None))
+                kinds[_Kind(None, (), (), p.dtype, p.device, 0, bool(_codes(group, p)))].append((p, name, None))
         return kinds
-    _check_splits(group, f"group {number}")
+    check_splits(group, f"group {number}")
     layouts = [
-        layout_of(p, name, _split(group, i), group["exchange"] == "gather", holders)
+        layout_of(p, name, split_of(group, i), group.get("exchange") == "gather", holders)
         for i, (p, name) in enumerate(zip(group["params"], names, strict=True))
     ]
     offsets = [0] * len(layouts)
@@ -163,23 +174,33 @@ def _by_kind(number: int, group: Mapping[str, Any], holders: Team | None) -> dic
         offsets = stagger_offsets(costs, group["period"])
     for p, name, layout, offset in zip(group["params"], names, layouts, offsets, strict=True):
         check_grid(group.get("block_grid"), layout, name)
-        if not p.requires_grad:
+        if algorithm.between is block and group.get("neuron_beta2") is not None:
+            check_whole_rows(group["block_grid"], layout, name)
+        if not p.requires_grad or p.numel() == 0:
             continue
         travels = layout.is_shared and algorithm.can_refresh
         kind = _Kind(
             layout.team if travels else None, layout.replicas if travels else (), layout.column_groups,
-            p.dtype, p.device, offset,
+            p.dtype, p.device, offset, bool(_codes(group, p)),
         )  # fmt: skip
         kinds[kind] += [(p, name, one) for one in (layout.each() if travels else [layout])]
     return kinds
 
 
-def _split(group: Mapping[str, Any], i: int) -> MatrixSplit | None:
+def _codes(group: Mapping[str, Any], p: Tensor) -> dict[str, str]:
+    """The codes of what state a parameter has of 8 bits, by key."""
+    forms = forms_of(ALGORITHMS[group["algorithm"]].state, group, p)
+    return {key: form.code for key, form in forms.items() if form.code is not None}
+
+
+def split_of(group: Mapping[str, Any], i: int) -> MatrixSplit | None:
+    """Which logical matrices the rows of the i-th parameter are; None: its own."""
     splits = group.get("matrix_splits")
     return None if splits is None else splits[i]
 
 
-def _check_splits(group: Mapping[str, Any], where: str) -> None:
+def check_splits(group: Mapping[str, Any], where: str) -> None:
+    """Raise a ValueError for ``matrix_splits`` of another form or number than the parameters need."""
     splits, count = group.get("matrix_splits"), len(group["params"])
     if splits is None:
         return
@@ -190,14 +211,16 @@ def _check_splits(group: Mapping[str, Any], where: str) -> None:
             raise ValueError(f"{where}: {split!r} in matrix_splits has to be {SPLIT_FORMS}")
 
 
-def _local_jobs(number: int, members: list[Member], bucket_bytes: BucketBytes, offset: int) -> list[Job]:
+def _local_jobs(
+    number: int, members: list[Member], bucket_bytes: BucketBytes, offset: int, codes: Mapping[str, str]
+) -> list[Job]:
     jobs: list[Job] = []
     filled, auto = 0, bucket_bytes == "auto"
     limit = BUCKET_BYTES if auto else bucket_bytes
     for p, name, layout in members:
         size = local(p.detach()).nbytes if auto else p.numel() * p.element_size()
         if not jobs or filled + size > limit:
-            jobs.append(Job(number, offset=offset))
+            jobs.append(Job(number, offset=offset, codes=codes))
             filled = 0
         jobs[-1].params.append(p)
         jobs[-1].labels.append(name)

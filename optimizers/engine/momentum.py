@@ -1,15 +1,17 @@
 """The momentum forms: what the buffer M keeps and which U is handed to the normaliser.
 
-    ema         M ← μ·M + (1−μ)·G        U = M, or with Nesterov  (1−μ)·G + μ·M
-    heavy_ball  M ← μ·M + G              U = M, or with Nesterov  G + μ·M
+    ema         M ← μ·M + (1−μ)·G        U = M, or looking ahead by κ:  (1−κ)·G + κ·M
+    heavy_ball  M ← μ·M + G              U = M, or looking ahead by κ:  G + κ·M
 
-From M = 0 the two differ by the constant factor 1−μ, which every normaliser here removes again.
+Nesterov's look-ahead is κ = μ. Lion's dual average, U = β₁·M + (1−β₁)·G with the M of before this step and μ = β₂, is
+κ = β₁/β₂ in terms of the M of after it. From M = 0 the two forms differ by the constant factor 1−μ, which every
+normaliser here removes again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,13 +26,14 @@ def update_momentum(
     buffers: list[Tensor],
     grads: list[Tensor],
     mu: float,
-    nesterov: bool,
+    ahead: float | None,
     form: MomentumForm,
     out: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """Update the buffers in place and return U, one tensor a buffer: ``out`` if given, else in the buffers' dtype.
 
-    Without Nesterov and ``out`` the buffers themselves are returned: whoever receives U must not write to it.
+    ``ahead`` is κ, None for U = M. Without it and ``out`` the buffers themselves are returned: whoever receives U must
+    not write to it.
     """
     if not buffers:
         return []
@@ -40,34 +43,45 @@ def update_momentum(
     else:
         torch._foreach_mul_(buffers, mu)
         torch._foreach_add_(buffers, converted)
-    return look_ahead(buffers, converted, mu, nesterov, form, out)
+    return look_ahead(buffers, converted, ahead, form, out)
+
+
+def ahead_of(group: Mapping[str, Any]) -> float | None:
+    """κ of a group, None if U = M."""
+    if "input_momentum" in group:  # β₁ of a dual average
+        return group["input_momentum"] / group["momentum"] if group["momentum"] else None
+    return group["momentum"] if group["nesterov"] else None
+
+
+def form_of(group: Mapping[str, Any]) -> MomentumForm:
+    """The form of a group; a dual average has but one."""
+    return group.get("momentum_form", "ema")
 
 
 def look_ahead(
     buffers: list[Tensor],
     grads: list[Tensor],
-    mu: float,
-    nesterov: bool,
+    ahead: float | None,
     form: MomentumForm,
     out: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """U from buffers that have been updated by these gradients already."""
     if out is not None:
-        if nesterov and form == "ema" and len(out) == 1 and out[0].dtype == buffers[0].dtype == grads[0].dtype:
-            torch.lerp(grads[0], buffers[0], mu, out=out[0])
+        if ahead is not None and form == "ema" and len(out) == 1 and out[0].dtype == buffers[0].dtype == grads[0].dtype:
+            torch.lerp(grads[0], buffers[0], ahead, out=out[0])
             return out
-        torch._foreach_copy_(out, grads if nesterov else buffers)
-        if nesterov and form == "ema":
-            torch._foreach_lerp_(out, buffers, mu)
-        elif nesterov:
-            torch._foreach_add_(out, buffers, alpha=mu)
+        torch._foreach_copy_(out, buffers if ahead is None else grads)
+        if ahead is not None and form == "ema":
+            torch._foreach_lerp_(out, buffers, ahead)
+        elif ahead is not None:
+            torch._foreach_add_(out, buffers, alpha=ahead)
         return out
-    if not nesterov or not buffers:
+    if ahead is None or not buffers:
         return buffers
     grads = _as_buffers(buffers, grads)
     if form == "ema":
-        return list(torch._foreach_lerp(grads, buffers, mu))
-    return list(torch._foreach_add(grads, buffers, alpha=mu))
+        return list(torch._foreach_lerp(grads, buffers, ahead))
+    return list(torch._foreach_add(grads, buffers, alpha=ahead))
 
 
 def advance_in(

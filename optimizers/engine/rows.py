@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ..orthogonal.pieces import largest_entry
 from ..sharding.layout import Layout
-from .scaling import row_scale
+from .algorithm import ALGORITHMS
+from .scaling import rate_on
 from .scratch import Scratch, as_rows, slices
 from .update import decay_and_add
 
@@ -47,10 +48,10 @@ def row_step(
 ) -> None:
     """Update momentum and weights of one job in place: [rows, n] or [e, m, n] each. ``advance`` updates the buffers."""
     found = kinds(layouts, group, weights, buffers, gradients)
-    if take_compiled is not None:
+    if take_compiled is not None and not group.get("row_eps"):
         found = {kind: take_compiled(members, kind[-1], group) for kind, members in found.items()}
     for factor, u, parts, (w, _, _) in walk(found, advance):
-        to_steps(u, group["lr"], factor)
+        to_steps(u, group["lr"], factor, eps=group.get("row_eps", 0.0))
         decay_and_add(w, parts, group)
 
 
@@ -90,25 +91,27 @@ def walk(members_by_kind: Kinds, form: FormInput) -> Iterator[tuple[float, Tenso
 
 def row_factors(layout: Layout, group: Mapping[str, Any]) -> list[float]:
     """The factor of the row step of every matrix of which this rank holds anything."""
-    ratio, adjust = group.get("row_lr_ratio", 1.0), group["adjust_lr_fn"]
-    return [ratio * row_scale(adjust, *matrix.shape) for matrix, _, _ in layout.here]
+    scale = ALGORITHMS[group["algorithm"]].unit_scale
+    return [scale(group, *matrix.shape) for matrix, _, _ in layout.here]
 
 
-def to_steps(u: Tensor, lr: float | Tensor, factor: float, sums: Tensor | None = None) -> None:
-    """Turn rows of U into −η·factor·R in place; a zero row stays zero.
+def to_steps(u: Tensor, lr: float | Tensor, factor: float, sums: Tensor | None = None, eps: float = 0.0) -> None:
+    """Turn rows of U into −η·factor·R in place; a zero row stays zero. ``eps`` is added to the norms.
 
     ``sums`` [rows, 1]: the sums of squares of whole rows in fp64, if U holds some of their columns only. In the range
     of fp64 lie the squares of every fp32 number: neither 1e20 nor 1e-25 needs scaling first. A CPU however takes fp64
     sums through a copy of U twice its size; there it is cheaper to divide by the largest entry.
     """
     if sums is not None:
-        norms = sums.sqrt()
+        norms = sums.sqrt() + eps
     elif u.device.type == "cpu":
-        u.mul_(largest_entry(u, -1).clamp_min_(torch.finfo(u.dtype).tiny).reciprocal_())
+        scale = largest_entry(u, -1).clamp_min_(torch.finfo(u.dtype).tiny).reciprocal_()
+        u.mul_(scale)
         norms = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+        norms = torch.add(norms, scale, alpha=eps) if eps else norms
     else:
-        norms = torch.linalg.vector_norm(u, dim=-1, keepdim=True, dtype=torch.float64)
-    u.mul_(row_scales(norms, -factor * (lr.to(u.device) if isinstance(lr, Tensor) else lr), u.dtype))
+        norms = torch.linalg.vector_norm(u, dim=-1, keepdim=True, dtype=torch.float64) + eps
+    u.mul_(row_scales(norms, -factor * rate_on(lr, u.device), u.dtype))
 
 
 def row_scales(norms: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
 
 AdjustLr = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 ADJUST_LR: tuple[str, ...] = get_args(AdjustLr)
+
+RowNorm = Literal["matched", "plain"]
+ROW_NORMS: tuple[str, ...] = get_args(RowNorm)
+NeuronNorm = Literal["orthogonal", "direction"]
+NEURON_NORMS: tuple[str, ...] = get_args(NeuronNorm)
+
+
+def rate_on(lr: float | Tensor, device: torch.device) -> float | Tensor:
+    """The learning rate for arithmetic on a device: a number as it is, a 0-d tensor moved there."""
+    return lr.to(device) if isinstance(lr, Tensor) else lr
 
 
 def spectral_scale(adjust_lr_fn: AdjustLr, m: int, n: int) -> float:
@@ -27,3 +41,10 @@ def spectral_scale(adjust_lr_fn: AdjustLr, m: int, n: int) -> float:
 def row_scale(adjust_lr_fn: AdjustLr, m: int, n: int) -> float:
     """a(m, n)·√(min(m, n)/m): unit rows then have the RMS of an orthogonal direction scaled by a(m, n)."""
     return spectral_scale(adjust_lr_fn, m, n) * math.sqrt(min(m, n) / m)
+
+
+def refresh_scale(group: Mapping[str, Any], m: int, n: int) -> float:
+    """The factor of an orthogonal m×n direction: a(m, n), times Scion's radius; 1 if a group has no such options."""
+    if "adjust_lr_fn" not in group:
+        return 1.0
+    return group.get("radius", 1.0) * spectral_scale(group["adjust_lr_fn"], m, n)

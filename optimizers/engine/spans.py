@@ -4,7 +4,8 @@
     exchange            waiting for what other ranks send, and launching what this one does; what travels while
                         something is computed is not waited for and does not count
     orthogonalisation   Newton–Schulz, of whole matrices or of blocks
-    update              decay and add; all of AdamW and of row steps, each of which is one walk from gradient to weight
+    update              decay and add; all of AdamW and of row steps, each of which is one walk from gradient to weight,
+                        and of low-rank steps
     other               choosing what to do, above all on the host
 
 A stretch inside another counts as its own kind only, so that the five sum to the step.

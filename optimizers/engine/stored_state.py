@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .algorithm import ALGORITHMS, Algorithm
-from .jobs import label
+from .algorithm import ALGORITHMS
+from .column_state import columns_of
+from .forms import Form, absmax_key, expected, forms_of, new_absmax, new_state, wide
+from .jobs import label, split_of
 
 
 class Stored:
@@ -41,23 +44,38 @@ def unwrap_tensors(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str
     return result
 
 
-def complete(state: dict[str, Tensor], p: Tensor, algorithm: Algorithm, started: bool, name: str) -> None:
-    """Give a parameter zeros for what its state lacks; let what there is follow a parameter that was moved or cast.
+def complete(state: dict[str, Tensor], group: Mapping[str, Any], i: int, name: str, place: Any) -> None:
+    """Give the i-th parameter of a group what its state lacks; let what there is follow one that was moved or cast.
+
+    New state is zero; that per column depends on ``place``, which is the same on all ranks and no other parameter's.
 
     Raises:
-        ValueError: if the parameter has been ``started`` and is now sharded differently.
+        ValueError: if the group has taken steps and the parameter is now sharded differently, or its state is of
+            another kind than the options of the group ask for; for state per column, if the layout is not supported.
     """
-    wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-    for key in algorithm.state:
+    started, p = group["step"] > 0, group["params"][i]
+    for key, form in _keys(group, i, p, name, place):
         buffer = state.get(key)
-        wrong = None if buffer is None else difference(buffer, p)
+        wrong = None if buffer is None else difference(buffer, p, form, key)
         if wrong is not None and started:
             raise ValueError(f"{name}: state {key!r} {wrong}")
         if buffer is None or wrong is not None or buffer.is_meta:
-            state[key] = torch.zeros_like(p.detach(), dtype=wide, memory_format=torch.contiguous_format)
+            state[key] = new_absmax(p) if key.endswith("_absmax") else new_state(p, form)
+        elif form.code is not None:
+            state[key] = buffer.to(p.device)
         else:  # a loaded state may be of 16 bit, and stays so
             doubled = torch.float64 in (p.dtype, buffer.dtype)
-            state[key] = buffer.to(p.device, wide if doubled else buffer.dtype)
+            state[key] = buffer.to(p.device, form.dtype or (wide(p.dtype) if doubled else buffer.dtype))
+
+
+def _keys(group: Mapping[str, Any], i: int, p: Tensor, name: str, place: Any = None) -> Iterator[tuple[str, Form]]:
+    """The state keys of the i-th parameter of a group, those of scales among them."""
+    for key, form in forms_of(ALGORITHMS[group["algorithm"]].state, group, p).items():
+        if form.per_column:
+            form = replace(form, columns=columns_of(group, p, split_of(group, i), name, place))
+        yield key, form
+        if form.code is not None:
+            yield absmax_key(key), form
 
 
 def check_stored(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], state: Mapping) -> None:
@@ -70,9 +88,9 @@ def check_stored(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[st
         for i, (p, key) in enumerate(zip(group["params"], stored["params"], strict=True)):
             name = label(f"group {number}", group, i)
             found = state.get(key, {})
-            for what in ALGORITHMS[group["algorithm"]].state:
+            for what, form in _keys({**group, **stored}, i, p, name):
                 if what in found:
-                    if (wrong := difference(found[what], p)) is not None:
+                    if (wrong := difference(found[what], p, form, what)) is not None:
                         raise ValueError(f"{name}: state {what!r} {wrong}")
                 elif p.requires_grad and stored["step"] > 0:
                     raise ValueError(
@@ -81,17 +99,22 @@ def check_stored(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[st
                     )
 
 
-def difference(value: Tensor, p: Tensor) -> str | None:
-    """How the shape or placement of a state tensor differs from its parameter's, and what to do about it."""
-    if value.shape != p.shape:
+def difference(value: Tensor, p: Tensor, form: Form, key: str) -> str | None:
+    """How a state tensor's kind, shape or placement differs from what a parameter needs, and what to do about it."""
+    shape, placements = expected(p, form, key)
+    if tuple(value.shape) != shape:
         return (
-            f"of shape {tuple(value.shape)} cannot be used for a parameter of shape {tuple(p.shape)}; build the "
-            "optimizer with the parameter order that was saved"
+            f"of shape {tuple(value.shape)} cannot be used for a parameter of shape {tuple(p.shape)}, which needs "
+            f"{shape}; build the optimizer with the parameter order and the options that were saved"
+            + (", on ranks that divide columns as then" if key.endswith("_absmax") else "")
         )
+    coded = form.code is not None and not key.endswith("_absmax")
+    if coded != (not value.dtype.is_floating_point) or (coded and value.dtype != form.dtype_for(p)):
+        return f"has dtype {value.dtype}, which is not of the group's momentum_dtype; set the one that was saved"
     how = "load with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
     if isinstance(value, DTensor) != isinstance(p, DTensor):
         return f"of shape {tuple(p.shape)} is not sharded as its parameter is; {how}"
-    if isinstance(p, DTensor) and value.placements != p.placements:
+    if isinstance(p, DTensor) and tuple(value.placements) != placements:
         return f"has placements {tuple(value.placements)}, its parameter {tuple(p.placements)}; {how}"
     if isinstance(p, DTensor) and value.device_mesh != p.device_mesh:
         return f"lies on {value.device_mesh}, its parameter on {p.device_mesh}; {how}"

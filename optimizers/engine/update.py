@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .directions import Step
+from .scaling import rate_on
 
 
 def apply(step: Step, group: Mapping[str, Any]) -> None:
@@ -19,7 +21,7 @@ def apply(step: Step, group: Mapping[str, Any]) -> None:
     """
     if step.weights and step.weights[0].dtype.itemsize < 4:
         wide = [w.float() for w in step.weights]
-        _apply(Step(wide, step.directions, step.factors), group)
+        _apply(replace(step, weights=wide), group)
         torch._foreach_copy_(step.weights, wide)
     elif step.weights:
         _apply(step, group)
@@ -41,17 +43,18 @@ def decay_and_add(weights: list[Tensor], steps: list[Tensor], group: Mapping[str
         torch.add(step, weight, alpha=1 - lr * decay, out=weight)
 
 
-def _decay(weights: list[Tensor], group: Mapping[str, Any]) -> None:
-    lr, decay = group["lr"], group["weight_decay"]
+def _decay(weights: list[Tensor], group: Mapping[str, Any], times: float = 1.0) -> None:
+    decay = times * group["weight_decay"]
     if decay != 0:
-        torch._foreach_mul_(weights, 1 - (lr.to(weights[0].device) if isinstance(lr, Tensor) else lr) * decay)
+        torch._foreach_mul_(weights, 1 - rate_on(group["lr"], weights[0].device) * decay)
 
 
 def _apply(step: Step, group: Mapping[str, Any]) -> None:
-    _decay(step.weights, group)
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        lr = lr.to(step.weights[0].device)
+    for weight, times in zip(step.weights, step.decays, strict=False):
+        _decay([weight], group, times)
+    if not step.decays:
+        _decay(step.weights, group)
+    lr = rate_on(group["lr"], step.weights[0].device)
     by_factor: dict[float, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for weight, direction, factor in zip(step.weights, step.directions, step.factors, strict=True):
         by_factor[factor][0].append(weight)

@@ -23,7 +23,8 @@ class Layout:
 
     ``regions[r]``: what rank r of ``team`` holds; one region without a team. Ranks of equal ``replicas[r]`` hold the
     parameter once between them. ``rank`` is this process's rank in the team. ``is_cut``: whether ranks have to meet to
-    see whole matrices. ``column_groups``: over which groups the columns are divided.
+    see whole matrices. ``groups``: over which ones matrices are divided, ``column_groups`` among them their columns.
+    ``row_groups`` divide the rows of the parameter, whether or not they divide those of its matrices.
     """
 
     matrices: tuple[Matrix, ...]
@@ -32,7 +33,9 @@ class Layout:
     rank: int = 0
     team: Team | None = None
     is_cut: bool = False
+    groups: tuple[dist.ProcessGroup, ...] = field(default=(), compare=False)
     column_groups: tuple[dist.ProcessGroup, ...] = field(default=(), compare=False)
+    row_groups: tuple[dist.ProcessGroup, ...] = field(default=(), compare=False)
     alone: bool = False
 
     @property
@@ -59,6 +62,11 @@ class Layout:
         """The matrices of which this rank holds anything, what it holds, and in which local row that begins."""
         found = [(matrix, *matrix.within(self.regions[self.rank])) for matrix in self.matrices]
         return [(matrix, rect, row) for matrix, rect, row in found if rect.rows or len(self.matrices) == 1]
+
+    @cached_property
+    def places(self) -> dict[Matrix, int]:
+        """Which of the matrices one is."""
+        return {matrix: i for i, matrix in enumerate(self.matrices)}
 
     def select(self, shard: Tensor) -> Tensor:
         """[rows, n] or [e, rows, n]: what this layout covers of a local shard. A view if strides allow."""
@@ -138,11 +146,15 @@ def layout_of(
     team = _team(param, [r for r, i in position.items() if not within_replica or held[i][1] == own[1]])
     regions, replicas = zip(*(held[position[r]] for r in team.ranks), strict=True)
     column_dim = 2 if param.ndim == 3 else 1
-    column_axes = [i for i in _cutting(param) if param.placements[i].dim == column_dim]
+    row_axes, column_axes = (
+        [i for i in _cutting(param) if param.placements[i].dim == dim] for dim in (column_dim - 1, column_dim)
+    )
+    is_cut = bool(_cutting(param)) and _is_cut(found, regions, param.ndim == 3 or split is not None)
     return Layout(
-        found, regions, replicas, team.ranks.index(dist.get_rank()), team,
-        is_cut=bool(_cutting(param)) and _is_cut(found, regions, param.ndim == 3 or split is not None),
+        found, regions, replicas, team.ranks.index(dist.get_rank()), team, is_cut,
+        groups=dividing_groups(param) if is_cut else (),
         column_groups=tuple(mesh.get_group(i) for i in column_axes),
+        row_groups=tuple(mesh.get_group(i) for i in row_axes),
     )  # fmt: skip
 
 
@@ -183,6 +195,11 @@ def regions_of(
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that lies on this rank (the tensor itself if it is no DTensor). Call under ``no_grad``."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def dividing_groups(param: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups over which a parameter is divided, () for a plain one."""
+    return tuple(param.device_mesh.get_group(i) for i in _cutting(param)) if isinstance(param, DTensor) else ()
 
 
 def as_matrices(tensor: Tensor) -> Tensor:

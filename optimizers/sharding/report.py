@@ -39,7 +39,8 @@ class Plan:
     """What an optimizer will do on every rank; ``summary()`` prints it.
 
     FLOPs are those of the products of Newton–Schulz, as ``census`` counts them: 2·(2s²l + s³) for each quintic
-    iteration of an s×l matrix; and three for each element of a row step. Elementwise algorithms are not counted.
+    iteration of an s×l matrix; those of the products of low-rank steps; and three for each element of a row step.
+    Elementwise algorithms are not counted.
     ``ranks``: all that the plan names. ``groups``: a line on each that says what it is.
     """
 

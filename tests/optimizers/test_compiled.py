@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from optimizers import AdamW, BlockMuon, Muon, MuonBP, PeriodicRowMuon
 from optimizers.engine import compiled, rows
-from optimizers.engine.momentum import advance_in, update_momentum
+from optimizers.engine.momentum import advance_in, ahead_of, update_momentum
 
 SHAPES = [(6, 40), (24, 24), (3, 8, 24), (16, 3, 2, 2)]
 
@@ -272,7 +272,7 @@ def test_what_travels_is_formed_as_it_is_eagerly(form, nesterov, monkeypatch):
         shapes = [(6, 40), (3, 8, 24), (24, 6)]
         buffers, gradients = ([p.detach().roll(k, -1) for p in parameters(shapes)] for k in (0, 1))
         options = {"momentum": 0.9, "nesterov": nesterov, "momentum_form": form}
-        advance = partial(update_momentum, mu=0.9, nesterov=nesterov, form=form)
+        advance = partial(update_momentum, mu=0.9, ahead=ahead_of(options), form=form)
         take = None if kernels is None else partial(kernels.advance, group=options)
         inputs = [torch.empty(m.shape, dtype=torch.bfloat16) for m in buffers]
         advance_in(inputs, buffers, gradients, advance, take)

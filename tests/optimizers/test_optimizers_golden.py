@@ -4,51 +4,12 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 from optimizers import AdamW, BlockMuon, Muon, MuonBP, PeriodicRowMuon
-from optimizers.engine.rows import to_steps
 from optimizers.engine.scaling import row_scale, spectral_scale
 from optimizers.orthogonal.coefficients import NS5
 from optimizers.orthogonal.newton_schulz import orthogonalize, orthogonalize_all
-
-
-def gradient(t, dtype=torch.float64):
-    return torch.tensor(
-        [
-            [(((7 * i + 13 * j + 5 * i * j + 3 * t * (i + 2 * j) + 11 * t) % 17) - 8) / 8 for j in range(6)]
-            for i in range(4)
-        ],
-        dtype=dtype,
-    )
-
-
-def initial_weight():
-    return torch.tensor([[(((3 * i + 5 * j) % 7) - 3) / 10 for j in range(6)] for i in range(4)], dtype=torch.float64)
-
-
-def unit_rows(x):
-    unit = x.clone()
-    to_steps(unit, 1.0, -1.0)
-    return unit
-
-
-def ns5(x):
-    return orthogonalize(x, NS5, 5, 1e-7, torch.float64)
-
-
-def four_steps(cls, transposed=False, **options):
-    turn = (lambda x: x.T.contiguous()) if transposed else (lambda x: x)
-    w = nn.Parameter(turn(initial_weight()).clone())
-    optimizer = cls([w], lr=0.1, weight_decay=0.1, **options)
-    for t in range(1, 5):
-        w.grad = turn(gradient(t))
-        optimizer.step()
-    return w.detach()
-
-
-def summary(x):
-    return [x.sum().item(), x.norm().item(), x[0, 0].item(), x[-1, -1].item()]
+from tests.optimizers.golden import equal, four_steps, gradient, initial_weight, ns5, summary, unit_rows
 
 
 def blocks_of(x, dim):
@@ -110,10 +71,6 @@ def test_four_steps_of_the_tall_weight_match_golden_vectors(cls, options, expect
 
 
 # -- identities ---------------------------------------------------------------------------------------------------
-
-
-def equal(first, second, limit=0.0):
-    return (first - second).abs().max() <= limit
 
 
 def test_period_one_is_muon():

@@ -1,0 +1,116 @@
+"""State of 8 bits an element, with a scale for each block of a row.
+
+    encode   s = max |x| over the block;  q = the code's value nearest to x / s
+    decode   x = s · value(q)
+
+Linear (8-bit Muon, arXiv 2509.23106): values q / 127. Dynamic (arXiv 2110.02861, bitsandbytes): seven decades, each
+with twice as many values as the one below; the unsigned map, for second moments, has one bit more for each.
+
+A block is at most 2048 elements of one row: what it holds does not depend on how rows are divided over ranks. The
+sources take 2048 elements of the flattened local shard instead. Rows of 512 elements and more take 1 + 4/512 bytes an
+element at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from ..sharding.layout import as_matrices
+
+BLOCK = 2048
+"""Elements of a block at most."""
+
+LEAST_ELEMENTS = 4096
+"""Smaller tensors, and vectors, keep fp32, as in bitsandbytes."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """256 values, or 255; ``encode`` and ``decode`` are elementwise on entries in [-1, 1]."""
+
+    dtype: torch.dtype
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+
+
+@lru_cache(maxsize=8)
+def dynamic_map(signed: bool = True) -> tuple[float, ...]:
+    """The 256 values of the dynamic code in ascending order.
+
+    For decade i = 0 … 6: the 2^i (unsigned: 2^(i+1)) midpoints between equidistant points of [0.1, 1], times
+    10^(i−6), with both signs; and 0 and 1.
+    """
+    values = [0.0, 1.0]
+    for decade in range(7):
+        count = 2 ** (decade if signed else decade + 1)
+        middles = [(0.1 + 0.9 * (i + 0.5) / count) * 10.0 ** (decade - 6) for i in range(count)]
+        values += middles + ([-x for x in middles] if signed else [])
+    return tuple(sorted(values))
+
+
+def _on(device: torch.device, signed: bool) -> tuple[Tensor, Tensor]:
+    """Values, and the points half-way between them, on a device."""
+    if _get_current_dispatch_mode() is not None:  # what fake tensors see is fake, and may not be kept
+        return _tables(device, signed)
+    return _kept_tables(device, signed)
+
+
+def _tables(device: torch.device, signed: bool) -> tuple[Tensor, Tensor]:
+    values = torch.tensor(dynamic_map(signed), dtype=torch.float32, device=device)
+    return values, (values[1:] + values[:-1]) / 2
+
+
+_kept_tables = lru_cache(maxsize=32)(_tables)
+
+
+def _linear(x: Tensor) -> Tensor:
+    return x.mul(127).round_().to(torch.int8)
+
+
+def _dynamic(signed: bool) -> Code:
+    def encode(x: Tensor) -> Tensor:
+        return torch.bucketize(x, _on(x.device, signed)[1], out_int32=True).to(torch.uint8)
+
+    def decode(q: Tensor) -> Tensor:
+        return _on(q.device, signed)[0][q.int()]
+
+    return Code(torch.uint8, encode, decode)
+
+
+CODES: dict[str, Code] = {
+    "int8": Code(torch.int8, _linear, lambda q: q.float().div_(127)),
+    "dynamic8": _dynamic(True),
+    "dynamic8_unsigned": _dynamic(False),
+}
+"""By the name that ``momentum_dtype`` uses; the unsigned one is for second moments."""
+
+
+def unpack(q: Tensor, absmax: Tensor, code: Code, dtype: torch.dtype) -> Tensor:
+    """Decode ``q`` [..., n], or a convolution's, with ``absmax`` [..., blocks] into ``dtype``."""
+    found = code.decode(q)
+    for part, scale in zip(_blocks(as_matrices(found), absmax), absmax.split(1, -1), strict=False):
+        part.mul_(scale)
+    return found.to(dtype)
+
+
+def pack(x: Tensor, q: Tensor, absmax: Tensor, code: Code) -> None:
+    """Encode ``x`` [..., n] into ``q`` and ``absmax`` [..., blocks].
+
+    A block with a NaN or an infinity decodes to NaN.
+    """
+    parts = _blocks(as_matrices(x.float()), absmax), _blocks(as_matrices(q), absmax), absmax.split(1, -1)
+    for part, target, scale in zip(*parts, strict=False):
+        torch.amax(part.abs(), -1, keepdim=True, out=scale)
+        target.copy_(code.encode(part / scale.clamp_min(torch.finfo(torch.float32).tiny)))
+        scale.masked_fill_(~scale.isfinite(), torch.nan)
+
+
+def _blocks(x: Tensor, absmax: Tensor) -> tuple[Tensor, ...]:
+    """The blocks of rows: as equal as ``torch.chunk`` makes them; none if there are no elements."""
+    return x.chunk(absmax.shape[-1], -1) if x.numel() else ()
