@@ -1,15 +1,51 @@
-"""AdamW, Muon, BlockMuon, MuonBP and Periodic Row-wise Muon for plain and FSDP2-sharded parameters."""
+"""Muon, its periodic relatives and their baselines, for plain and FSDP2-sharded parameters."""
 
-from .algorithms import AdamW, BlockMuon, Muon, MuonBP, PeriodicRowMuon
+from .algorithms import (
+    SGD,
+    AdaGO,
+    AdamW,
+    AdamW8bit,
+    AuON,
+    BlockMuon,
+    Dion,
+    Dion2,
+    Lion,
+    MarsAdamW,
+    MarsMuon,
+    Muon,
+    Muon8bit,
+    MuonBP,
+    MuonEq,
+    NorMuon,
+    PeriodicRowMuon,
+    PeriodicSignMuon,
+    RowMuon,
+    Scion,
+)
 from .routing import param_groups, routing_table
 from .sharding.census import census
 
 __all__ = [
+    "SGD",
+    "AdaGO",
     "AdamW",
+    "AdamW8bit",
+    "AuON",
     "BlockMuon",
+    "Dion",
+    "Dion2",
+    "Lion",
+    "MarsAdamW",
+    "MarsMuon",
     "Muon",
+    "Muon8bit",
     "MuonBP",
+    "MuonEq",
+    "NorMuon",
     "PeriodicRowMuon",
+    "PeriodicSignMuon",
+    "RowMuon",
+    "Scion",
     "census",
     "param_groups",
     "routing_table",

@@ -25,7 +25,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from optimizers import AdamW, BlockMuon, Muon, MuonBP, PeriodicRowMuon
+from optimizers import (
+    AdaGO,
+    AdamW,
+    AdamW8bit,
+    AuON,
+    BlockMuon,
+    Dion2,
+    MarsMuon,
+    Muon,
+    Muon8bit,
+    MuonBP,
+    MuonEq,
+    NorMuon,
+    PeriodicRowMuon,
+    PeriodicSignMuon,
+    RowMuon,
+    Scion,
+)
 from optimizers.orthogonal.newton_schulz import compute_dtype, orthogonalize
 
 ROWS = (1, 2, 7, 18, 63, 64)
@@ -145,6 +162,12 @@ def cases(bench: Bench) -> Iterator[Case]:
         yield Case(f"MuonBP P=3{name}", MuonBP, {"period": 3, **grid, **how}, thick, close)
     yield Case("Muon, replicas", Muon, full, ROWS, exact, replicas=True)
     yield Case("BlockMuon", BlockMuon, grid, thick, close)
+    equilibrated = {"equilibrate": "rc", **full}
+    for cls, options in (
+        (AdaGO, full), (AuON, {}), (Dion2, full), (MarsMuon, full), (Muon8bit, full), (MuonEq, equilibrated),
+        (NorMuon, full), (PeriodicSignMuon, full), (RowMuon, {}), (Scion, {"ball": "column"}), (AdamW8bit, {}),
+    ):  # fmt: skip
+        yield Case(cls.__name__, cls, options, ROWS, close)
 
 
 def difference(case: Case, bench: Bench) -> float:

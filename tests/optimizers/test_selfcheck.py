@@ -16,6 +16,8 @@ from optimizers import Muon, selfcheck
 ROOT = Path(__file__).parent.parent.parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 ALGORITHMS = {"AdamW", "Muon", "Muon, bf16 wire", "Muon, replicas", "PeriodicRowMuon K=3", "MuonBP P=3", "BlockMuon"}
+ALGORITHMS |= {"AdaGO", "AuON", "Dion2", "MarsMuon", "Muon8bit", "MuonEq", "NorMuon", "PeriodicSignMuon", "RowMuon"}
+ALGORITHMS |= {"Scion", "AdamW8bit"}
 
 
 def call(*arguments: str) -> subprocess.CompletedProcess:
