@@ -22,6 +22,29 @@ MUON, MUON_BP, ROW_MUON = "Muon", "MuonBP P=5", "PeriodicRowMuon K=3"
 FLOOR = "floor: batched NS"
 COMPILED = " compiled"
 
+FAMILY: tuple[tuple[str, Any, int, dict[str, Any]], ...] = (
+    ("NorMuon", optimizers.NorMuon, 1, {}),
+    ("AdaGO", optimizers.AdaGO, 1, {}),
+    ("MarsMuon", optimizers.MarsMuon, 1, {}),
+    ("MuonEq", optimizers.MuonEq, 1, {}),
+    ("Muon8bit", optimizers.Muon8bit, 1, {}),
+    ("Dion2", optimizers.Dion2, 1, {}),
+    ("Dion, rank a quarter", optimizers.Dion, 0, {"rank_fraction": 0.25}),
+    ("Scion", optimizers.Scion, 1, {}),
+    ("AuON hybrid", optimizers.AuON, 1, {"form": "hybrid"}),
+    ("PeriodicSignMuon P=2", optimizers.PeriodicSignMuon, 2, {}),
+    ("RowMuon", optimizers.RowMuon, 0, {}),
+    ("Scion row", optimizers.Scion, 0, {"ball": "row"}),
+    ("Scion column", optimizers.Scion, 0, {"ball": "column"}),
+    ("Scion sign", optimizers.Scion, 0, {"ball": "sign"}),
+    ("AuON", optimizers.AuON, 0, {}),
+    ("MarsAdamW", optimizers.MarsAdamW, 0, {}),
+    ("AdamW8bit", optimizers.AdamW8bit, 0, {}),
+    ("Lion", optimizers.Lion, 0, {}),
+    ("SGD", optimizers.SGD, 0, {}),
+)
+"""The rest of ours: name, class, period, options. Measured every fourth round."""
+
 
 @dataclass(frozen=True)
 class Contender:
@@ -73,6 +96,8 @@ def _ours(compiled: bool) -> Iterator[Contender]:
             more = {**options, "compile": True}
             yield Contender(name + COMPILED, "ours", lambda p, cls=cls, o=more: cls(p, **o), period)
     yield Contender("BlockMuon", "ours", optimizers.BlockMuon, period=0)
+    for name, cls, period, options in FAMILY:
+        yield Contender(name, "ours", lambda p, cls=cls, o=options: cls(p, **o), period, slow=True)
 
 
 def _torch() -> Iterator[Contender]:

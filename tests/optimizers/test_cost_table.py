@@ -1,0 +1,75 @@
+"""Every cell of the table of the family in ``optimizers/README.md`` is what the census counts."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import optimizers
+from optimizers.engine.algorithm import ALGORITHMS
+from optimizers.orthogonal.coefficients import NS5, resolve
+from optimizers.orthogonal.newton_schulz import flops
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import optimizer_costs  # noqa: E402
+
+README = (ROOT / "optimizers" / "README.md").read_text()
+RANKS = 4
+
+
+def rows():
+    table = README[README.index("| class | group name |") :].split("\n\n")[0]
+    for line in table.splitlines()[2:]:
+        yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+ROWS = list(rows())
+
+
+def cost(cell, m, n, periods):
+    """A cell's formula for one matrix."""
+    names = {
+        "C": 4 * m * n * (RANKS - 1) / RANKS**2,
+        "R": 16 * (RANKS - 1) / RANKS,
+        "N": RANKS,
+        "m": m,
+        "n": n,
+        "r": min(m, n) // 4,  # of Dion
+        **periods,
+    }
+    names["F"] = lambda p, q: flops(resolve(NS5, 5), int(p), int(q))
+    formula = re.sub(r"⌈(.*?)/(.*?)⌉", r"(-(-(\1)//(\2)))", cell.replace("·", "*").replace("−", "-"))
+    return eval(formula, {"__builtins__": {}}, names)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_state_bytes_and_products_are_those_of_a_step(row):
+    label, groups, _, state, sent, products, _ = row
+    label = next(name for name in optimizer_costs.CONTENDERS if re.split(", (?:K|P|a) ", name)[0] == label)
+    found = optimizer_costs.costs_of(optimizer_costs.CONTENDERS[label], RANKS)
+    sent, _, period = sent.partition(",")
+    periods = {key: int(value) for key, value in re.findall(r"([KP]) = (\d+)", period)}
+    shapes = optimizer_costs.SHAPES
+    elements = sum(m * n for m, n in shapes)
+    expected = sum(cost(state, m, n, periods) * m * n for m, n in shapes) / elements
+    assert found.state == pytest.approx(expected, rel=1e-9)
+    expected = sum(cost(sent, m, n, periods) for m, n in shapes) / 1e6
+    assert sum(found.megabytes) / len(found.megabytes) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    expected = sum(cost(products, m, n, periods) for m, n in shapes) / 1e9
+    assert sum(found.gflop) / len(found.gflop) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert len(found.gflop) == next(iter(periods.values()), 1)
+    assert set(re.findall(r"`(\w+)`", groups)) <= set(ALGORITHMS)
+
+
+def test_the_table_has_every_class_and_every_algorithm():
+    classes = {re.match(r"`(\w+)`", row[0])[1] for row in ROWS}
+    assert classes == {name for name in optimizers.__all__ if name[0].isupper()}
+    assert {name for row in ROWS for name in re.findall(r"`(\w+)`", row[1])} == set(ALGORITHMS)
+
+
+@pytest.mark.long
+def test_the_counted_table_is_what_the_command_prints():
+    shown = re.search(r"<!-- costs -->\n(.*?)\n<!-- end of costs -->", README, re.DOTALL)[1]
+    assert shown.splitlines() == optimizer_costs.table([2, 4])
