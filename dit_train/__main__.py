@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import json
 import os
 import socket
 import sys
+import textwrap
 import time
 import traceback
 import typing
@@ -15,7 +16,8 @@ from typing import Any
 
 from dit_train import exits, overlays
 from dit_train.checkpoint import verify
-from dit_train.config import Config, ConfigError, OptimizerConfig
+from dit_train.config import Config, ConfigError
+from dit_train.optimizer_config import OptimizerConfig
 from dit_train.run import folder
 from dit_train.run.stop import StopRequest
 
@@ -119,31 +121,56 @@ def _take_ranks(words: list[str]) -> tuple[int, list[str]]:
 
 
 def _help(words: list[str]) -> int:
-    """Usage, then every setting with the defaults that the given config files leave."""
+    """Usage, then every setting with the defaults that the given files and arguments leave, then the optimizers."""
     print(_USAGE, flush=True)
-    if not {"-h", "--help"} & set(words):
+    asked = {"-h", "--help"} & set(words)
+    if not asked:
         return exits.BAD_INPUT
     import tyro
 
-    files, _ = _split(words)
+    words = [word for word in words if word not in asked]
+    with contextlib.suppress(ConfigError):
+        _, words = _take_ranks(words)
     try:
-        default = overlays.read(files)
+        default = overlays.read(*_split(words))
     except ConfigError as error:
         print(f"dit_train: {error}", file=sys.stderr)
         return exits.BAD_INPUT
     flags = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
-
-    def show(settings: Any, title: str) -> None:
-        with contextlib.suppress(SystemExit):
-            tyro.cli(type(settings), default=settings, args=["--help"], config=flags, prog=title)
-
-    show(default, "dit_train")
-    for other in typing.get_args(OptimizerConfig):
-        if type(default.optimizer) is not other:
-            only = dataclasses.make_dataclass("Other", [("optimizer", other)])
-            only.__doc__ = "With that optimizer instead."
-            show(only(other()), f"dit_train --optimizer.name {other.name}")
+    with contextlib.suppress(SystemExit):
+        tyro.cli(Config, default=default, args=["--help"], config=flags, prog="dit_train")
+    print(_optimizers(), flush=True)
     return exits.DONE
+
+
+def _optimizers() -> str:
+    """Every optimizer with its settings and their defaults, as far as they differ from the first of its kind."""
+    blocks = ["optimizers; what each setting means: --help --optimizer.name NAME (and --optimizer.form or .ball)"]
+    members = typing.get_args(OptimizerConfig)
+    for of_matrices, title in ((False, "for every parameter"), (True, "for matrices, beside AdamW for the rest")):
+        blocks.append(title)
+        first: dict[str, str] = {}
+        for one in (member for member in members if hasattr(member, "momentum_dtype") == of_matrices):
+            settings = _flat(one())
+            own = [f"{key} {value}" for key, value in settings.items() if first.get(key) != value]
+            lacking = ", ".join(key.removeprefix("--optimizer.") for key in first if key not in settings)
+            lines = [" ".join(own), f"without {lacking}" if lacking else ""]
+            first = first or settings
+            indent = {"initial_indent": "    ", "subsequent_indent": "      ", "break_on_hyphens": False}
+            text = "\n".join(textwrap.fill(line, 110, **indent) for line in lines if line)
+            blocks.append(f"  {one.__doc__}\n{text}")
+    return "\n".join(blocks)
+
+
+def _flat(settings: Any) -> dict[str, str]:
+    """Defaults, as YAML has them, by their flags."""
+    found = {}
+    for key, value in overlays.to_dict(settings).items():
+        inner = value if isinstance(value, dict) else {"": value}
+        for name, item in inner.items():
+            flag = f"--optimizer.{key}{'.' * bool(name)}{name}".replace("_", "-")
+            found[flag] = " ".join(map(str, item)) if isinstance(item, list) else json.dumps(item)
+    return found
 
 
 if __name__ == "__main__":

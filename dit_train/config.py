@@ -1,12 +1,15 @@
 """Every setting of a run, its default and its meaning: one frozen dataclass a section (`overlays` reads them).
 
-This module imports nothing heavy, so that ``--help`` and a refused config are instant.
+Those of the optimizers are in `optimizer_config`. This module imports nothing heavy, so that ``--help`` and a refused
+config are instant.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
+
+from dit_train.optimizer_config import AdamWConfig, OptimizerConfig
 
 MOST_PROFILED_STEPS = 20
 """A trace grows by megabytes a step."""
@@ -86,125 +89,6 @@ class ObjectiveConfig:
     """Mean of logit t."""
     logit_std: float = 1.0
     """Standard deviation of logit t."""
-
-
-PERIOD_BUDGET = 0.05
-"""Overhead over AdamW that a period is chosen for where nothing else is said."""
-
-
-@dataclass(frozen=True)
-class AuxiliaryAdamW:
-    """AdamW for what a matrix optimizer does not take: embeddings, modulation, final layer, biases."""
-
-    lr: float | None = None
-    """Learning rate; null takes the matrices' (their updates are RMS-matched to AdamW)."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the two moments."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float | None = None
-    """Decoupled weight decay of matrices in this group (vectors have none); null takes the matrices'."""
-
-
-@dataclass(frozen=True)
-class AdamWConfig:
-    """AdamW for every parameter (arXiv 1711.05101)."""
-
-    name: Literal["adamw"] = "adamw"
-    """AdamW for everything."""
-    lr: float = 1e-3
-    """Peak learning rate."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay; vectors have none."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the two moments."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-
-
-@dataclass(frozen=True)
-class MuonConfig:
-    """Muon: momentum orthogonalised by Newton–Schulz at every step."""
-
-    name: Literal["muon"] = "muon"
-    """Orthogonalised at every step."""
-    lr: float = 1e-3
-    """Peak learning rate."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay, by the raw learning rate."""
-    momentum: float = 0.95
-    """Momentum μ."""
-    nesterov: bool = True
-    """Orthogonalise the Nesterov look-ahead instead of the buffer."""
-    momentum_form: Literal["ema", "heavy_ball"] = "ema"
-    """M ← μM + (1−μ)G, or M ← μM + G."""
-    ns_coefficients: str = "ns5"
-    """Newton–Schulz polynomials by name: ns5, quintic, polar_express, cans, cubic5, exact, turbo, gram_ns5, …"""
-    ns_steps: int | None = None
-    """Newton–Schulz iterations; null: as many as the named set has."""
-    adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] = "match_rms_adamw"
-    """How the step scales with the shape, as in torch.optim.Muon."""
-    ns_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Precision of Newton–Schulz; auto: bf16 where the device multiplies it natively."""
-    wire_dtype: Literal["fp32", "bf16"] = "bf16"
-    """Precision of a refresh on the wire."""
-    exchange: Literal["owner", "gather"] = "owner"
-    """Refreshes by all-to-all to one owner a matrix, or (as published) by all-gather, every rank orthogonalising."""
-    bucket_mib: float | None = None
-    """Largest bucket that travels at once, shards of all ranks together, in MiB; null: at most 64 for each rank."""
-    compile: bool = False
-    """Compile row steps, and the momentum on a refresh, at their first use; not bit-equal for all rank counts."""
-    adamw: AuxiliaryAdamW = field(default_factory=AuxiliaryAdamW)
-
-
-@dataclass(frozen=True)
-class BlockMuonConfig(MuonConfig):
-    """BlockMuon: each device orthogonalises its own shard; never communicates (MuonBP with period ∞)."""
-
-    name: Literal["block_muon"] = "block_muon"
-    """Shards orthogonalised, never the whole matrix."""
-    block_grid: int | tuple[int, int] | None = None
-    """Blocks as a grid of rows (and columns) independent of the rank count; null takes the shards."""
-
-
-@dataclass(frozen=True)
-class MuonBPConfig(BlockMuonConfig):
-    """MuonBP: block steps, and the whole matrix every `period`-th step (arXiv 2510.16981)."""
-
-    name: Literal["muon_bp"] = "muon_bp"
-    """Shards, and the whole matrix every `period`-th step."""
-    momentum_form: Literal["ema", "heavy_ball"] = "heavy_ball"
-    period: int | Literal["auto"] = 5
-    """P: a full step every P-th. auto: the smallest within `period_budget`, measured once when the run begins."""
-    period_budget: float = PERIOD_BUDGET
-    """auto: by how much the mean step may be longer than AdamW's, as a share of it."""
-    phase: int = 0
-    """Step t (completed steps before it) is full when (t − phase) mod period = 0."""
-    stagger: bool = False
-    """Deal the matrices over the period by cost, so that every step refreshes some and costs the same."""
-    block_lr_ratio: float = 1.0
-    """Multiplies block steps, on top of RMS matching."""
-
-
-@dataclass(frozen=True)
-class PeriodicRowMuonConfig(MuonConfig):
-    """Periodic Row-wise Muon: unit-row steps, a full refresh every `period`-th step (arXiv 2608.20818)."""
-
-    name: Literal["periodic_row_muon"] = "periodic_row_muon"
-    """Unit rows, and the whole matrix every `period`-th step."""
-    period: int | Literal["auto"] = 3
-    """K: a full refresh every K-th. auto: the smallest within `period_budget`, measured once when the run begins."""
-    period_budget: float = PERIOD_BUDGET
-    """auto: by how much the mean step may be longer than AdamW's, as a share of it."""
-    phase: int = 0
-    """Step t (completed steps before it) refreshes when (t − phase) mod period = 0."""
-    stagger: bool = False
-    """Deal the matrices over the period by cost, so that every step refreshes some and costs the same."""
-    row_lr_ratio: float = 1.0
-    """Multiplies row steps, whose RMS otherwise equals that of a refresh."""
-
-
-OptimizerConfig = AdamWConfig | MuonConfig | BlockMuonConfig | MuonBPConfig | PeriodicRowMuonConfig
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 import yaml
 
-from dit_train.config import MOST_PROFILED_STEPS, PERIOD_BUDGET, AdamWConfig, Config, ConfigError
+from dit_train.config import MOST_PROFILED_STEPS, Config, ConfigError
+from dit_train.optimizer_config import PERIOD_BUDGET, AdamWConfig
 
 
 def read(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
@@ -143,6 +144,7 @@ class _Argument(str):
             return str(self)
 
 
+_FORMS = ("form", "ball")
 _DEPTH = 3  # no setting lies deeper; YAML's anchors can nest without end
 
 
@@ -221,15 +223,31 @@ def _convert(hint: Any, value: Any, path: str, origins: dict[str, str]) -> Any:
 
 
 def _build_tagged(members: tuple[type, ...], value: Any, path: str, origins: dict[str, str]) -> Any:
-    """The member of a tagged union whose ``name`` the mapping gives (default: the first)."""
-    by_name = {typing.get_args(typing.get_type_hints(member)["name"])[0]: member for member in members}
+    """The member of a tagged union whose ``name`` the mapping gives (default: the first), and whose form if it has any.
+
+    Members of one name differ in their settings by a second tag, ``form`` or ``ball``.
+    """
     if not isinstance(value, dict):
         raise ConfigError(f"{_where(path, origins)}expected settings below it, not {_shown(value)}")
-    name = value.get("name", next(iter(by_name)))
-    if not isinstance(name, str) or name not in by_name:
-        near = _nearest(name if isinstance(name, str) else "", list(by_name))
+    name = value.get("name", members[0].name)
+    named = [member for member in members if member.name == name]
+    if not named:
+        near = _nearest(name if isinstance(name, str) else "", list(dict.fromkeys(m.name for m in members)))
         raise ConfigError(f"{_where(f'{path}.name', origins)}no such {path} {_shown(name)}{near}")
-    return _build(by_name[name], value, path, origins)
+    tag = next((tag for tag in _FORMS if hasattr(named[0], tag)), None)
+    if tag is None:
+        return _build(named[0], value, path, origins)
+    by_form = {form: member for member in named for form in typing.get_args(typing.get_type_hints(member)[tag])}
+    form = value.get(tag, getattr(named[0], tag))
+    if not isinstance(form, str) or form not in by_form:
+        near = _nearest(form if isinstance(form, str) else "", list(by_form))
+        raise ConfigError(f"{_where(f'{path}.{tag}', origins)}no such value {_shown(form)}{near}")
+    for key in value.keys() - typing.get_type_hints(by_form[form]).keys():
+        having = [other for other, member in by_form.items() if key in typing.get_type_hints(member)]
+        if having:
+            where = _where(f"{path}.{key}", origins)
+            raise ConfigError(f"{where}{tag} {form} has no such setting; {tag} {' or '.join(having)} has")
+    return _build(by_form[form], value, path, origins)
 
 
 def _as_float(value: Any) -> float | None:
@@ -294,19 +312,21 @@ def _where(path: str, origins: dict[str, str]) -> str:
 _POSITIVE = (
     "model.width model.depth model.heads model.patch model.mlp_ratio data.image_size data.classes data.count "
     "objective.logit_std optimizer.lr optimizer.ns_steps optimizer.bucket_mib optimizer.period "
-    "optimizer.period_budget optimizer.adamw.lr "
+    "optimizer.period_budget optimizer.adamw.lr optimizer.mars_clip optimizer.max_norm optimizer.initial_norm "
     "train.steps train.batch train.micro_batch train.clip_norm sample.steps sample.batch score.count "
     "run.log_every run.validate_count run.checkpoint_every run.keep_checkpoints run.time_limit "
     "faults.spike_sigmas faults.stop_after"
 ).split()
 _NOT_NEGATIVE = (
     "optimizer.weight_decay optimizer.eps optimizer.adamw.eps optimizer.adamw.weight_decay optimizer.block_lr_ratio "
-    "optimizer.row_lr_ratio optimizer.phase schedule.warmup_steps train.seed sample.grid sample.seed sample.guidance "
+    "optimizer.row_lr_ratio optimizer.sign_lr_ratio optimizer.mars_gamma optimizer.neuron_eps optimizer.row_eps "
+    "optimizer.radius optimizer.least_step "
+    "optimizer.phase schedule.warmup_steps train.seed sample.grid sample.seed sample.guidance "
     "score.every run.norms_every run.validate_every run.sample_every run.keep_every run.stall_seconds "
     "run.silence_seconds"
 ).split()
 _FRACTION = "model.label_dropout schedule.final_fraction".split()
-_BELOW_ONE = "optimizer.momentum train.ema_decay".split()
+_BELOW_ONE = "optimizer.momentum optimizer.input_momentum optimizer.neuron_beta2 train.ema_decay".split()
 
 
 def _check_ranges(config: Config) -> None:
@@ -315,6 +335,7 @@ def _check_ranges(config: Config) -> None:
         (_NOT_NEGATIVE, lambda v: v >= 0, "must not be negative"),
         (_FRACTION, lambda v: 0 <= v <= 1, "must lie in [0, 1]"),
         (_BELOW_ONE, lambda v: 0 <= v < 1, "must lie in [0, 1)"),
+        (["optimizer.fraction"], lambda v: 0 < v <= 1, "must lie in (0, 1]"),
         (["data.heldout_every"], lambda v: v >= 2, "must be at least 2"),
         (["faults.window"], lambda v: v >= 8, "must be at least 8"),
     )

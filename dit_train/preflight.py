@@ -17,7 +17,15 @@ from dit_train.data.latents import NO_VAE
 from dit_train.model.sizes import check_model, divisors_around, mlp_width
 from dit_train.run import folder
 
-_FIXED = ("model", "data", "objective.timesteps", "train.seed", "train.batch", "optimizer.name")
+_FIXED = (
+    *("model", "data", "objective.timesteps", "train.seed", "train.batch"),
+    *("optimizer.name", "optimizer.form", "optimizer.ball", "optimizer.momentum_dtype"),
+)
+_KEEP_STATE = {
+    "optimizer.mars_gamma": (0.0, "whether it is above 0, and the last gradient kept"),
+    "optimizer.neuron_beta2": (None, "whether it is set, and a mean of each row kept"),
+}
+"""Settings that may change, but not from or to a value without the state that the others have."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +206,8 @@ def _fixed_settings(config: Config, images: sources.Summary) -> dict[str, Any]:
                 walk(f"{prefix}.{key}" if prefix else key, item)
         elif any(prefix == name or prefix.startswith(f"{name}.") for name in _FIXED):
             flat[prefix] = value
+        elif prefix in _KEEP_STATE:
+            flat[f"{prefix} ({_KEEP_STATE[prefix][1]})"] = value != _KEEP_STATE[prefix][0]
 
     walk("", overlays.to_dict(config))
     for name in ("path", "vae", "images"):

@@ -30,10 +30,11 @@ import torch.distributed as dist
 
 from dit_train import overlays
 from dit_train.command_line import Parser, new_file, positive, refuse
-from dit_train.config import AdamWConfig, Config, ConfigError
+from dit_train.config import Config, ConfigError
 from dit_train.data import sources
 from dit_train.data.sources import Dataset
 from dit_train.model.sizes import check_model
+from dit_train.optimizer_config import AdamWConfig
 from dit_train.parallel import precision
 from dit_train.parallel.mesh import World, joined
 from dit_train.planning.period import StepTimes, choose, overhead

@@ -39,6 +39,10 @@ _NUMBERS = {
 _SECTIONS = ("model", "data", "objective", "schedule", "train")
 _WARM_UP = 10
 """Steps left out of the times."""
+_MANY = 6
+"""Of more runs the samples take several rows, and the legend a place beside the curves."""
+_DASHES = ("-", "--", ":")
+"""For runs after the tenth, when all colours have been taken."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,11 @@ class Finished:
 
     @property
     def name(self) -> str:
-        """The optimizer, with its period."""
+        """The optimizer, with its form or ball, and its period."""
         optimizer = self.config["optimizer"]
+        form = "".join(f" {optimizer[key]}" for key in ("form", "ball") if key in optimizer)
         period = f" (period {optimizer['period']})" if "period" in optimizer else ""
-        return f"{optimizer['name']}{period}"
+        return f"{optimizer['name']}{form}{period}"
 
     @property
     def samples(self) -> Path | None:
@@ -208,32 +213,40 @@ def draw_curves(runs: Sequence[Finished], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (steps, seconds, loss) = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
-    for run in runs:
+    for number, run in enumerate(runs):
+        style = {"color": f"C{number % 10}", "linestyle": _DASHES[number // 10 % len(_DASHES)], "label": run.name}
         scores = [row["value"] for row in run.scores]
-        steps.plot([row["step"] for row in run.scores], scores, "o-", label=run.name)
-        seconds.plot([row["train_seconds"] for row in run.scores], scores, "o-", label=run.name)
+        steps.plot([row["step"] for row in run.scores], scores, marker="o", **style)
+        seconds.plot([row["train_seconds"] for row in run.scores], scores, marker="o", **style)
         losses = [math.nan if row["heldout_loss"] is None else row["heldout_loss"] for row in run.losses]
-        loss.plot([row["step"] for row in run.losses], losses, ".-", label=run.name)
+        loss.plot([row["step"] for row in run.losses], losses, marker=".", **style)
     metric, floor = runs[0].scores[-1]["metric"], runs[0].scores[-1]["floor"]
     for axes, text in ((steps, "step"), (seconds, "training seconds")):
         axes.axhline(floor, color="grey", linestyle=":", label="floor: real images")
         axes.set(xlabel=text, ylabel=metric, yscale="log")
     loss.set(xlabel="step", ylabel="held-out loss", yscale="log")
-    steps.legend()
+    if len(runs) <= _MANY:
+        steps.legend()
+    else:
+        figure.legend(*steps.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
 def draw_samples(runs: Sequence[Finished], path: Path) -> None:
-    """The newest sample grids side by side, as a PNG; the same noise and classes in each."""
+    """The newest sample grids side by side, rows of a few, as a PNG; the same noise and classes in each."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(runs), figsize=(4 * len(runs), 4.3), layout="constrained", squeeze=False)
-    for run, panel in zip(runs, axes[0], strict=True):
+    columns = min(len(runs), _MANY)
+    rows = math.ceil(len(runs) / columns)
+    size = (4 * columns, 4.3 * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for panel in axes.flat:
         panel.set_axis_off()
+    for run, panel in zip(runs, axes.flat, strict=False):
         panel.set_title(run.name)
         if run.samples is not None:
             with contextlib.suppress(OSError, SyntaxError, ValueError):  # a damaged picture is left out

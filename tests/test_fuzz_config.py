@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dit_train import overlays, preflight
-from dit_train.config import Config, ConfigError, OptimizerConfig
+from dit_train.config import Config, ConfigError
+from dit_train.optimizer_config import OptimizerConfig
 
 OPTIMIZERS = [member.name for member in typing.get_args(OptimizerConfig)]
 TEXTS = [

@@ -8,7 +8,15 @@ import yaml
 
 from dit_train import config as settings
 from dit_train import overlays
-from dit_train.config import Config, ConfigError, MuonBPConfig
+from dit_train.config import Config, ConfigError
+from dit_train.optimizer_config import (
+    AuONConfig,
+    AuONHybridConfig,
+    MuonBPConfig,
+    OptimizerConfig,
+    ScionConfig,
+    ScionOtherConfig,
+)
 
 BP, AUTO = ["--optimizer.name", "muon_bp"], ["--optimizer.period", "auto"]
 FIXED = ["--train.deterministic", "true", "--train.compute_dtype", "fp32"]
@@ -53,6 +61,17 @@ def test_no_input_gives_the_defaults():
         ([*BP, *AUTO, "--optimizer.period_budged", "1"], "did you mean optimizer.period_budget?"),
         ([*BP, "--optimizer.period_budget", "0.1"], "does nothing beside optimizer.period 5; set that to auto"),
         ([*BP, *AUTO, *FIXED], "optimizer.period: auto goes by a measurement; name a number"),
+        (["--optimizer.name", "normuo"], "did you mean normuon?"),
+        (["--optimizer.name", "normuon", "--optimizer.neuron_beta", "0.9"], "did you mean optimizer.neuron_beta2?"),
+        (["--optimizer.name", "normuon", "--optimizer.neuron_beta2", "1"], "must lie in [0, 1)"),
+        (["--optimizer.name", "auon", "--optimizer.form", "hybrd"], "optimizer.form: no such value 'hybrd'; did you"),
+        (["--optimizer.name", "scion", "--optimizer.ball", "1"], "optimizer.ball: no such value '1'; known: "),
+        (["--optimizer.name", "auon", "--optimizer.ns_steps", "5"], "form paper has no such setting; form hybrid has"),
+        (
+            ["--optimizer.name", "scion", "--optimizer.ball", "sign", "--optimizer.adjust_lr_fn", "original"],
+            "optimizer.adjust_lr_fn: ball sign has no such setting; ball spectral has",
+        ),
+        (["--optimizer.name", "adago", "--optimizer.neuron_beta2", "0.9"], "no such setting"),
     ],
 )
 def test_a_wrong_setting_is_one_line_with_the_fix(arguments, expected):
@@ -114,6 +133,29 @@ def test_a_missing_file_names_the_nearest_shipped_one():
     assert "did you mean configs/optimizers/muon_bp.yaml?" in refusal(files=["configs/optimizers/muonbp.yaml"])
 
 
+@pytest.mark.parametrize(
+    ("words", "member"),
+    [
+        ("auon", AuONConfig()),
+        ("auon --optimizer.form repo", AuONConfig(form="repo")),
+        ("auon --optimizer.form hybrid --optimizer.ns_steps 5", AuONHybridConfig(ns_steps=5)),
+        ("scion --optimizer.wire_dtype fp32", ScionConfig(wire_dtype="fp32")),
+        ("scion --optimizer.ball column", ScionOtherConfig(ball="column")),
+    ],
+)
+def test_a_form_or_ball_brings_the_settings_that_it_has(words, member):
+    config = overlays.read([], ["--optimizer.name", *words.split()])
+    assert config.optimizer == member
+    assert overlays._build(Config, yaml.safe_load(overlays.dump(config)), "", {}) == config
+
+
+def test_every_optimizer_and_form_has_a_file():
+    files = {path.stem: overlays.read([path]).optimizer for path in overlays.shipped_configs().glob("optimizers/*")}
+    members = typing.get_args(OptimizerConfig)
+    assert {type(config) for config in files.values()} == set(members)
+    assert {member.name for member in members} <= files.keys()
+
+
 def test_shipped_configs_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = overlays.read(["configs/quickstart/base.yaml", "configs/optimizers/muon_bp.yaml"])
@@ -164,7 +206,7 @@ def test_a_setting_of_several_types(text, grid):
     )
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "block_muon", "muon_bp", "periodic_row_muon"])
+@pytest.mark.parametrize("name", sorted({member.name for member in typing.get_args(OptimizerConfig)}))
 def test_the_resolved_file_reads_back_equal(tmp_path, name):
     config = overlays.read([], ["--optimizer.name", name, "--train.micro_batch", "4", "--data.path", "a/b: c"])
     path = tmp_path / "config.yaml"
@@ -223,8 +265,8 @@ def test_settings_for_long_runs_are_refused_in_one_line(arguments, line):
 
 def test_ranges_name_settings_that_exist():
     known = set()
-    for name in ("adamw", "muon", "block_muon", "muon_bp", "periodic_row_muon"):
-        flat = yaml.safe_load(overlays.dump(overlays.read([], ["--optimizer.name", name])))
+    for member in typing.get_args(OptimizerConfig):
+        flat = overlays.to_dict(Config(optimizer=member()))
         known |= {f"{a}.{b}" for a, inner in flat.items() for b in inner}
         known |= {f"optimizer.adamw.{key}" for key in (flat["optimizer"].get("adamw") or {})}
     listed = [*overlays._POSITIVE, *overlays._NOT_NEGATIVE, *overlays._FRACTION, *overlays._BELOW_ONE]

@@ -83,11 +83,22 @@ def _fill(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
         problem = str(error)
     if problem := first_problem(problem):
         raise ConfigError(problem)
+    _check_scales(checkpoint, stored, tensors)
     try:
         dcp.load(tensors, storage_reader=_Reader(checkpoint, stored), planner=_Planner(flatten_state_dict=False))
     except CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
         raise damaged(checkpoint.folder, _why(reason), metadata.DOCTORED) from None
+
+
+def _check_scales(checkpoint: Checkpoint, stored: dict[str, StoredTensor], tensors: dict[str, Tensor]) -> None:
+    """Refuse scales of 8-bit state whose blocks are those of another division of columns, which is no damage."""
+    for name, tensor in tensors.items():
+        if name.endswith("_absmax") and name in stored and stored[name].size != tuple(tensor.shape):
+            raise ConfigError(
+                f"parallel.tensor: {checkpoint.folder} has 8-bit state in other blocks ({name} of {stored[name].size} "
+                f"instead of {tuple(tensor.shape)}); keep the value that it was saved with or name another run.folder"
+            )
 
 
 def _why(error: BaseException) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dit_train.config import Config, OptimizerConfig
+from dit_train.config import Config
 from dit_train.data.sources import Summary
 from dit_train.model.sizes import SIZES
+from dit_train.optimizer_config import OptimizerConfig
 from dit_train.planning.machine import Machine
 from dit_train.planning.plan import (
     ADAMW,
@@ -103,7 +104,7 @@ def text(found: Sequence[Figures], rows: Sequence[Mapping[str, Any]]) -> str:
                 one["size"],
                 one["activation_checkpointing"],
                 one["optimizer_name"],
-                "-" if one["optimizer_name"] == "adamw" else str(one["period"] or "inf"),
+                str(one["period"] or "inf") if "refresh" in one["optimizer"] else "-",
                 f"{one['memory']['peak']['max'] / 2**30:.2f}",
                 f"{one['optimizer']['bytes_a_step'] / 1e6:,.1f}",
                 f"{1e3 * time['step']:,.1f}",

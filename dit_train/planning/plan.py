@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from dit_train.config import PERIOD_BUDGET, AdamWConfig, Config, OptimizerConfig
+from dit_train.config import Config
 from dit_train.data.sources import Summary
 from dit_train.model.sizes import check_model
+from dit_train.optimizer_config import PERIOD_BUDGET, AdamWConfig, OptimizerConfig
 from dit_train.parallel.mesh import World
 from dit_train.planning import flops, memory, simulate
 from dit_train.planning.machine import Machine
@@ -22,13 +23,18 @@ from dit_train.planning.record import Collective, Recorder
 from dit_train.planning.steps import ModelTime, OptimizerCost, StepCost, model_time, step_times
 from dit_train.preflight import check_batch, check_parallel
 from dit_train.run import optimizer
+from optimizers.engine.algorithm import ALGORITHMS
 
 Say = Callable[[str], None]
 
 ADAMW = AdamWConfig()
-PERIODIC = ("muon_bp", "periodic_row_muon")
 CHECKPOINTING = ("none", "full")
 """Forms of activation checkpointing that are set beside each other."""
+
+
+def has_period(config: OptimizerConfig) -> bool:
+    """Whether only some of its steps are refreshes."""
+    return hasattr(config, "period")
 
 
 @dataclass(frozen=True)
@@ -117,11 +123,11 @@ def plan_optimizer(config: OptimizerConfig, model: ModelPlan, say: Say) -> Optim
     """Build the optimizer over the model's shards, and take one step of each kind."""
     say(f"steps of {config.name}")
     dit, world = model.steps.dit, model.world
-    period = config.period if config.name in PERIODIC else math.inf if config.name == "block_muon" else 1
+    steps = simulate.build_optimizer(config, dit, period=2)  # both kinds of step are wanted, whatever the period
+    algorithm = ALGORITHMS[steps.param_groups[0]["algorithm"]]
+    period = config.period if has_period(config) else algorithm.period or 1
     period = math.nan if period == "auto" else period
-    # both kinds of step are wanted, whatever the period
-    steps = simulate.build_optimizer(config, dit, period=2 if config.name in PERIODIC else 1)
-    kinds = {"muon": ["refresh"], "block_muon": ["other"], "adamw": ["other"]}.get(config.name, ["refresh", "other"])
+    kinds = ["refresh"] * algorithm.can_refresh + ["other"] * (has_period(config) or not algorithm.can_refresh)
     found = {kind: _step_cost(steps, kind, model) for kind in kinds}
     return OptimizerPlan(
         config, period, OptimizerCost(found.get("refresh"), found.get("other")), memory.states(steps, world)

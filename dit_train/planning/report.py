@@ -15,10 +15,10 @@ from dit_train.planning.machine import Machine
 from dit_train.planning.period import PERIODS, overhead, smallest_period
 from dit_train.planning.plan import (
     CHECKPOINTING,
-    PERIODIC,
     ModelPlan,
     OptimizerPlan,
     Say,
+    has_period,
     planned,
     with_checkpointing,
 )
@@ -51,7 +51,7 @@ def figures(model: ModelPlan, plan: OptimizerPlan, adamw: OptimizerPlan, machine
         "optimizer": _optimizer_figures(plan, machine),
         "time": time_figures(model, plan, adamw, machine),
     }
-    if plan.config.name in PERIODIC:
+    if has_period(plan.config):
         times = step_times(model.time(machine), plan.cost, adamw.cost, machine)
         numbers["periods"] = [dataclasses.asdict(overhead(times, period)) for period in _SHOWN]
         numbers["budget"], numbers["smallest_period"] = budget, smallest_period(times, budget)

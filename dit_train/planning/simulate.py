@@ -18,10 +18,11 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dit_train.config import AdamWConfig, Config, ConfigError, OptimizerConfig
+from dit_train.config import Config, ConfigError
 from dit_train.data.sources import Summary
 from dit_train.diffusion.objectives import velocity_loss
 from dit_train.model.dit import DiT
+from dit_train.optimizer_config import OptimizerConfig
 from dit_train.parallel import shard
 from dit_train.parallel.mesh import World, joined
 from dit_train.parallel.precision import DTYPES
@@ -109,11 +110,11 @@ def build_optimizer(config: OptimizerConfig, dit: DiT, **settings: Any) -> Any:
     Raises:
         ConfigError: for options that do not fit the shards.
     """
-    if not isinstance(config, AdamWConfig):
-        names = {field.name for field in dataclasses.fields(config)}
-        fixed = {"stagger": False, "phase": 0, "compile": False, **settings}
-        fixed["ns_dtype"] = "bf16" if config.ns_dtype == "auto" else config.ns_dtype
-        config = dataclasses.replace(config, **{key: value for key, value in fixed.items() if key in names})
+    names = {field.name for field in dataclasses.fields(config)}
+    fixed = {"stagger": False, "phase": 0, "compile": False, **settings}
+    if getattr(config, "ns_dtype", None) == "auto":
+        fixed["ns_dtype"] = "bf16"
+    config = dataclasses.replace(config, **{key: value for key, value in fixed.items() if key in names})
     try:
         return optimizer.build(config, dit)
     except ValueError as error:

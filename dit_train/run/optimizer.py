@@ -9,16 +9,33 @@ import torch
 from torch import nn
 
 import optimizers
-from dit_train.config import AdamWConfig, OptimizerConfig
+from dit_train.optimizer_config import OptimizerConfig
 
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "adago": optimizers.AdaGO,
     "adamw": optimizers.AdamW,
-    "muon": optimizers.Muon,
+    "adamw_8bit": optimizers.AdamW8bit,
+    "auon": optimizers.AuON,
     "block_muon": optimizers.BlockMuon,
+    "dion": optimizers.Dion,
+    "dion2": optimizers.Dion2,
+    "lion": optimizers.Lion,
+    "mars_adamw": optimizers.MarsAdamW,
+    "mars_muon": optimizers.MarsMuon,
+    "muon": optimizers.Muon,
+    "muon_8bit": optimizers.Muon8bit,
     "muon_bp": optimizers.MuonBP,
+    "muon_eq": optimizers.MuonEq,
+    "normuon": optimizers.NorMuon,
     "periodic_row_muon": optimizers.PeriodicRowMuon,
+    "periodic_sign_muon": optimizers.PeriodicSignMuon,
+    "row_muon": optimizers.RowMuon,
+    "scion": optimizers.Scion,
+    "sgd": optimizers.SGD,
 }
 _DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+_KEPT = {"fp32": None, "bf16": torch.bfloat16}
+"""The rest of momentum_dtype is named alike."""
 
 
 def is_auto(config: OptimizerConfig) -> bool:
@@ -32,15 +49,28 @@ def with_period(config: OptimizerConfig, period: int) -> OptimizerConfig:
 
 
 def build(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Attention and MLP matrices go to the named optimizer, everything else to AdamW; its period is a number."""
+    """An elementwise optimizer takes every parameter; another the matrices of attention and MLP, AdamW the rest.
+
+    A period is a number by now.
+    """
     settings: dict[str, Any] = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     name = settings.pop("name")
     settings.pop("period_budget", None)
-    if isinstance(config, AdamWConfig):
-        return _CLASSES[name](optimizers.param_groups(model), **settings)
+    if "adamw" not in settings:
+        return _CLASSES[name](_every_parameter(model, name), **settings)
     adamw = {key: value for key, value in dataclasses.asdict(settings.pop("adamw")).items() if value is not None}
-    settings["ns_dtype"] = _DTYPES[settings["ns_dtype"]]
-    settings["wire_dtype"] = _DTYPES[settings["wire_dtype"]]
+    for key in settings.keys() & {"ns_dtype", "wire_dtype"}:
+        settings[key] = _DTYPES[settings[key]]
+    settings["momentum_dtype"] = _KEPT.get(settings["momentum_dtype"], settings["momentum_dtype"])
     bucket = settings.pop("bucket_mib")
     settings["bucket_bytes"] = "auto" if bucket is None else int(bucket * 2**20)
     return _CLASSES[name](optimizers.param_groups(model, adamw_options=adamw), **settings)
+
+
+def _every_parameter(model: nn.Module, name: str) -> list[dict[str, Any]]:
+    """Groups of one algorithm, vectors without weight decay; those of MARS go to AdamW, as its authors have it."""
+    groups = optimizers.param_groups(model)
+    for group in groups:
+        if name != "mars_adamw" or any(p.ndim >= 2 for p in group["params"]):
+            group["algorithm"] = name
+    return groups

@@ -25,10 +25,11 @@ import torch.distributed as dist
 from torch import nn
 
 from dit_train.checkpoint.manifest import RunState
-from dit_train.config import AdamWConfig, Config, ConfigError, OptimizerConfig
+from dit_train.config import Config, ConfigError
 from dit_train.data.sources import Dataset
 from dit_train.model.conditioning import shared_modulation
 from dit_train.model.dit import Block
+from dit_train.optimizer_config import AdamWConfig, OptimizerConfig
 from dit_train.parallel import precision
 from dit_train.parallel.memory import checkpointing
 from dit_train.parallel.mesh import World

@@ -7,16 +7,20 @@ import pytest
 import torch
 
 from dit_train.checkpoint.manifest import RunState
-from dit_train.config import (
-    AdamWConfig,
-    Config,
-    ModelConfig,
-    MuonBPConfig,
-    ParallelConfig,
-    PeriodicRowMuonConfig,
-    TrainConfig,
-)
+from dit_train.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from dit_train.data.sources import Summary
+from dit_train.optimizer_config import (
+    AdaGOConfig,
+    AdamWConfig,
+    AuONConfig,
+    Dion2Config,
+    DionConfig,
+    MarsAdamWConfig,
+    MuonBPConfig,
+    NorMuonConfig,
+    PeriodicRowMuonConfig,
+    ScionOtherConfig,
+)
 from dit_train.parallel import shard
 from dit_train.parallel.mesh import joined
 from dit_train.parallel.shard import local
@@ -47,12 +51,21 @@ CASES = {
     2: [
         case(BP, parallel={"activation_checkpointing": "full"}),
         case(dataclasses.replace(ROWS, exchange="gather", wire_dtype="fp32"), micro_batch=4),
+        case(NorMuonConfig(momentum_dtype="int8", mars_gamma=0.025, ns_dtype="bf16")),
         case(AdamWConfig(), micro_batch=3, parallel={"sync_every_micro_batch": False, "reshard_after_forward": False}),
     ],
-    3: [case(ROWS, adaln="lora", adaln_rank=8, swiglu=True, position="rope")],
+    3: [
+        case(ROWS, adaln="lora", adaln_rank=8, swiglu=True, position="rope"),
+        case(AdaGOConfig(ns_dtype="bf16")),
+        case(AuONConfig()),
+        case(Dion2Config(ns_dtype="bf16", selection="local")),  # global: what a rank sends depends on its rows
+        case(DionConfig(rank_fraction=0.5)),
+        case(MarsAdamWConfig()),
+    ],
     4: [
         case(BP, parallel={"replicas": 2}, micro_batch=6),
         case(ROWS, parallel={"tensor": 2}),
+        case(ScionOtherConfig(ball="column"), parallel={"tensor": 2}),
         case(ROWS, parallel={"replicas": 2, "tensor": 2, "activation_checkpointing": "selective"}),
     ],
 }
@@ -112,7 +125,7 @@ def test_a_real_step_sends_multiplies_and_holds_what_its_plan_says(ranks):
                 kind = cost.kind(refresh)
                 assert seen == kind.simulated.recorder.calls, where
                 assert sent == kind.bytes_sent.get(rank, 0), where
-                if refresh or config.optimizer.name != "periodic_row_muon":  # row steps multiply no matrices
+                if kind.buckets or config.optimizer.name in ("muon_bp", "block_muon", "dion"):  # else no products
                     assert flops == kind.flops.get(rank, 0), where
             for name, size in sizes.items():
                 assert size == pytest.approx(held[name][rank], rel=0.01), (where, name)

@@ -1,6 +1,7 @@
 """FLOPs by formula against torch's own counter; memory and traffic that have to follow from the settings."""
 
 import dataclasses
+import typing
 from collections import Counter
 from fractions import Fraction
 
@@ -9,22 +10,16 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dit_train.config import (
-    AdamWConfig,
-    Config,
-    ModelConfig,
-    MuonBPConfig,
-    MuonConfig,
-    PeriodicRowMuonConfig,
-    TrainConfig,
-)
+from dit_train.config import Config, ModelConfig, TrainConfig
 from dit_train.data.sources import Summary
 from dit_train.model.dit import DiT
 from dit_train.model.sizes import SIZES, sized
+from dit_train.optimizer_config import AdamWConfig, MuonBPConfig, MuonConfig, OptimizerConfig, PeriodicRowMuonConfig
 from dit_train.planning import machine, memory, simulate
 from dit_train.planning.flops import model_flops
-from dit_train.planning.plan import planned
+from dit_train.planning.plan import ADAMW, plan_optimizer, planned
 from dit_train.planning.record import Recorder
+from dit_train.planning.report import figures
 
 LATENTS = Summary(channels=4, image_size=32, num_classes=1000, train_count=0, heldout_count=0)
 SMALL = ModelConfig(width=64, depth=3, heads=4)
@@ -123,3 +118,26 @@ def test_a_period_of_three_sends_two_thirds_less_and_of_five_four_fifths(size):
     for period in (3, 5):
         assert all(Fraction(sent[period][r], period * sent[1][r]) == Fraction(1, period) for r in range(256))
     assert sum(states) == pytest.approx(8 * sum(p.numel() for p in dit.parameters()), rel=1e-5)
+
+
+@pytest.mark.parametrize("tensor", [2, pytest.param(1, marks=pytest.mark.long)])
+def test_a_simulated_step_of_every_optimizer_sends_what_its_plan_says(tensor):
+    """As `test_planning` has it of real ranks, but of all of them."""
+    config = Config(model=SMALL, train=TrainConfig(batch=64))
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tensor=tensor))
+    with planned(config, LATENTS, 8, quiet) as model:
+        adamw = plan_optimizer(ADAMW, model, quiet)
+        for member in typing.get_args(OptimizerConfig):
+            plan = plan_optimizer(member(), model, quiet)
+            kinds = [kind for kind in (plan.cost.refresh, plan.cost.between) if kind is not None]
+            assert len(kinds) == 1 + hasattr(member, "period"), member
+            for kind in kinds:
+                assert kind.simulated.recorder.bytes_sent == kind.bytes_sent.get(0, 0), member
+                assert kind.seconds(machine.MACHINES["h100"]) > 0, member
+            numbers = figures(model, plan, adamw, machine.MACHINES["h100"], 0.05)
+            assert (numbers["period"] is None) == ("refresh" not in numbers["optimizer"] and plan.period != 1), member
+            assert (plan.state_bytes.sum() < adamw.state_bytes.sum()) == (member.name not in LARGE_STATE), member
+
+
+LARGE_STATE = ("adamw", "mars_adamw", "mars_muon")
+"""Of at least two numbers in fp32 for each parameter."""

@@ -82,8 +82,9 @@ def test_a_run_with_auto_is_bit_for_bit_the_run_with_that_period_in_its_config(t
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_what_was_measured_is_real(tmp_path, world, measured):
-    prepared(tmp_path / "run", world, *AUTO)
+@pytest.mark.parametrize("name", ["muon_bp", "periodic_row_muon", "periodic_sign_muon"])
+def test_what_was_measured_is_real(tmp_path, world, measured, name):
+    prepared(tmp_path / "run", world, *AUTO, "--optimizer.name", name)
     (times,) = measured
     assert min(times.computing, times.adamw, times.between, times.refresh) > 0 <= times.waiting
 

@@ -87,6 +87,40 @@ def test_every_option_of_the_optimizer_is_the_command_lines(tmp_path, world):
     assert [group["step"] for group in run.optimizer.param_groups] == [3, 3, 3]
 
 
+def test_options_of_features_are_the_command_lines_too(tmp_path, world):
+    kept = "--optimizer.name normuon --optimizer.momentum_dtype int8 --optimizer.mars_gamma 0.5".split()
+    train(tmp_path, *kept, "--train.steps", "3")
+    changed = {"mars_gamma": 0.25, "mars_clip": 0.5, "neuron_beta2": 0.5, "neuron_eps": 0.125}
+    changed |= {"neuron_norm": "direction", "equilibrate": "c", "momentum_form": "heavy_ball"}
+    words = [word for key, value in changed.items() for word in (f"--optimizer.{key}", str(value))]
+    run = resumed(tmp_path, world, *kept, *words, "--train.steps", "4")
+    assert {key: run.optimizer.param_groups[0][key] for key in changed} == changed
+    moved = {name.split()[-1] for name, tensor in state(run).items() if tensor.count_nonzero()}
+    assert moved >= {"momentum_buffer", "momentum_buffer_absmax", "neuron_second_moment", "last_gradient"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("auon", "--optimizer.form hybrid", "optimizer.form: 'hybrid', but"),
+        ("scion", "--optimizer.ball row", "optimizer.ball: 'row', but"),
+        ("muon_eq", "--optimizer.momentum_dtype int8", "optimizer.momentum_dtype: 'int8', but"),
+        ("muon_bp", "--optimizer.mars_gamma 0.1", "optimizer.mars_gamma (whether it is above 0"),
+        ("periodic_sign_muon", "--optimizer.neuron_beta2 0.9", "optimizer.neuron_beta2 (whether it is set"),
+        (
+            "mars_adamw",
+            "--optimizer.mars_gamma 0",
+            "optimizer.mars_gamma (whether it is above 0",
+        ),
+    ],
+)
+def test_what_would_need_other_state_is_refused_in_one_line(tmp_path, world, before, after, said):
+    train(tmp_path, "--optimizer.name", before, "--train.steps", "1")
+    with pytest.raises(overlays.ConfigError) as caught:
+        plan(tmp_path, "--optimizer.name", before, *after.split(), "--train.steps", "2")
+    assert str(caught.value).startswith(said) and "was trained with" in str(caught.value)
+
+
 def test_another_precision_or_decay_of_the_average_takes_effect_and_what_is_kept_stays_fp32(tmp_path, world):
     train(tmp_path, "--train.steps", "2")
     run = resumed(tmp_path, world, "--train.steps", "4", "--train.compute_dtype", "bf16", "--train.ema_decay", "0.05")
