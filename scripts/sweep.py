@@ -1,7 +1,8 @@
 """Finds each optimizer's learning rate on a grid that grows until the best one lies inside it, and compares them there.
 
-usage: python scripts/sweep.py BASE... --optimizer FILE [--optimizer FILE ...] --out FOLDER [--json FILE]
+usage: python scripts/sweep.py BASE... --optimizer FILE [--optimizer FILE=LR,LR,LR ...] --out FOLDER [--json FILE]
 
+An optimizer file with rates behind it is trained at those and no others, whether or not the best lies inside.
 The best is the lowest held-out loss at the end (averaged weights); the score takes no part in the choice. Each run is a
 folder of its own under FOLDER: a second call goes on, and takes no time for what is done.
 
@@ -33,6 +34,9 @@ from dit_train.config import Config, ConfigError
 from dit_train.run import metrics
 from dit_train.run.tracking import clock
 
+_MOST_COLUMNS = 8
+"""Of more learning rates none has a column of its own."""
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -44,6 +48,8 @@ class Sweep:
     jobs: int
     factor: float
     start: float | None
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    """Of optimizer files whose rates are given."""
     started: list[subprocess.Popen] = field(default_factory=list)
 
     def stop(self) -> None:
@@ -120,6 +126,8 @@ def sweep_all(sweep: Sweep, optimizers: Sequence[str]) -> dict[str, dict[float, 
             return loss
 
         def one(optimizer: str) -> dict[float, float]:
+            if given := sweep.rates.get(optimizer):
+                return dict(zip(given, slots.map(partial(measure, optimizer), given), strict=True))
             first = sweep.start or overlays.read([*sweep.base, optimizer]).optimizer.lr
             return grow(lambda lrs: list(slots.map(partial(measure, optimizer), lrs)), first, sweep.factor)
 
@@ -141,21 +149,51 @@ def _check_measured(sweep: Sweep, optimizers: Sequence[str]) -> None:
 
 
 def loss_table(losses: dict[str, dict[float, float]]) -> str:
-    """A Markdown table: final held-out loss by optimizer and learning rate, the best in bold."""
+    """A Markdown table: final held-out loss by optimizer and learning rate, the best in bold.
+
+    A rate is a column; where there are too many, the first columns hold each optimizer's lowest rates with their loss.
+    """
     lrs = sorted({lr for found in losses.values() for lr in found})
-    lines = ["| optimizer | " + " | ".join(f"{lr:.4g}" for lr in lrs) + " |", "|---" * (len(lrs) + 1) + "|"]
+    rows = {}
     for optimizer, found in losses.items():
         best = min(found, key=found.__getitem__)
-        cells = [f"**{found[lr]:.4f}**" if lr == best else f"{found[lr]:.4f}" if lr in found else "" for lr in lrs]
-        lines.append(f"| {Path(optimizer).stem} | " + " | ".join(cells) + " |")
+        rows[optimizer] = {lr: f"**{found[lr]:.4f}**" if lr == best else f"{found[lr]:.4f}" for lr in sorted(found)}
+    if len(lrs) <= _MOST_COLUMNS:
+        heads = [f"{lr:.4g}" for lr in lrs]
+        cells = {optimizer: [row.get(lr, "") for lr in lrs] for optimizer, row in rows.items()}
+    else:
+        heads = [f"rate {number}" for number in range(1, max(map(len, rows.values())) + 1)]
+        cells = {optimizer: [f"{lr:.4g}: {cell}" for lr, cell in row.items()] for optimizer, row in rows.items()}
+    lines = ["| optimizer | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for optimizer, row in cells.items():
+        lines.append(f"| {Path(optimizer).stem} | " + " | ".join([*row, *[""] * (len(heads) - len(row))]) + " |")
     return "\n".join(lines)
+
+
+def _file_and_rates(text: str) -> tuple[str, list[float]]:
+    """``FILE`` or ``FILE=LR,LR,…``."""
+    file, given, listed = text.partition("=")
+    try:
+        rates = [float(rate) for rate in listed.split(",")] if given else []
+    except ValueError:
+        rates = [math.nan]
+    if not all(0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected FILE=LR,LR,... with different rates above 0")
+    return file, rates
 
 
 def main(line: Sequence[str] | None = None) -> int:
     """Sweep, then print both tables and write the pictures of the best runs."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", nargs="+", help="config files that all runs share")
-    parser.add_argument("--optimizer", action="append", required=True, metavar="FILE", help="may be given repeatedly")
+    parser.add_argument(
+        "--optimizer",
+        action="append",
+        required=True,
+        type=_file_and_rates,
+        metavar="FILE[=LR,LR,...]",
+        help="may be given repeatedly",
+    )
     parser.add_argument("--start", type=float, help="middle of the first three rates (default: each file's lr)")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--json", type=Path, metavar="FILE", help="losses, and the numbers of the best runs")
@@ -166,10 +204,12 @@ def main(line: Sequence[str] | None = None) -> int:
     if not 1 < arguments.factor < math.inf or not (arguments.start is None or 0 < arguments.start < math.inf):
         parser.error("--factor must be above 1, --start above 0")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sweep = Sweep(arguments.base, arguments.out, arguments.ranks, arguments.jobs, arguments.factor, arguments.start)
+    rates = dict(arguments.optimizer)
+    grid = (arguments.factor, arguments.start, {file: given for file, given in rates.items() if given})
+    sweep = Sweep(arguments.base, arguments.out, arguments.ranks, arguments.jobs, *grid)
     try:
-        _check_measured(sweep, arguments.optimizer)
-        losses = sweep_all(sweep, arguments.optimizer)
+        _check_measured(sweep, list(rates))
+        losses = sweep_all(sweep, list(rates))
     except (ConfigError, RuntimeError) as error:
         return refuse(f"sweep.py: {error}")
     except KeyboardInterrupt:
@@ -193,8 +233,9 @@ def report(sweep: Sweep, losses: dict[str, dict[float, float]], json: Path | Non
     """
     best = {name: min(found, key=found.__getitem__) for name, found in losses.items()}
     runs = [compare.read(sweep.folder(name, lr)) for name, lr in best.items()]
+    ranked = sorted(runs, key=lambda run: run.losses[-1]["heldout_loss"] or math.inf)
     # times and bytes are left out: the runs shared the cores
-    text = f"{loss_table(losses)}\n\n{compare.table(runs, costs=False)}\n"
+    text = f"{loss_table(losses)}\n\n{compare.table(ranked, costs=False)}\n"
     (sweep.out / "sweep.md").write_text(text)
     if json is not None:
         finite = {

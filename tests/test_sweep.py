@@ -45,6 +45,23 @@ def test_the_table_marks_the_best():
     assert text.splitlines()[3] == "| b |  | **1.0000** |  |"
 
 
+def test_rates_that_differ_too_much_for_columns_stand_beside_their_losses():
+    losses = {f"{i}.yaml": {lr * 1.5**i: 1.0 + (lr - 2) ** 2 for lr in (4, 1, 2)} for i in range(18)}
+    lines = sweep.loss_table(losses).splitlines()
+    assert lines[0] == "| optimizer | rate 1 | rate 2 | rate 3 |" and len(lines) == 20
+    assert lines[2] == "| 0 | 1: 2.0000 | 2: **1.0000** | 4: 5.0000 |"
+    losses["one.yaml"] = {3.0: math.inf}
+    assert sweep.loss_table(losses).splitlines()[-1] == "| one | 3: **inf** |  |  |"
+
+
+@pytest.mark.parametrize("text", ["a.yaml=", "a.yaml=1,x", "a.yaml=1,-1", "a.yaml=1,1", "a.yaml=nan"])
+def test_rates_that_are_none_are_one_line(text, tmp_path, capsys):
+    with pytest.raises(SystemExit) as left:
+        sweep.main(["configs/quickstart/base.yaml", "--optimizer", text, "--out", str(tmp_path)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert left.value.code == 2 and text in line and "FILE=LR,LR,..." in line
+
+
 LOSSES = {0.005: 0.3, 0.01: 0.25, 0.02: math.inf}
 
 
@@ -72,6 +89,14 @@ def test_the_numbers_are_written_as_the_docstring_says(trained, tmp_path):
     assert written["runs"][name].keys() == keys(sweep.compare.__doc__, "by run folder:")
     assert written["runs"][name]["score"]["value"] == 7.0
     assert "**0.2500**" in (tmp_path / "sweep.md").read_text()
+
+
+def test_given_rates_are_those_that_are_trained(trained, tmp_path):
+    words = [*trained[:-1], "configs/optimizers/sgd.yaml=0.005,0.01", "--optimizer", "configs/optimizers/lion.yaml"]
+    assert sweep.main([*words, "--out", str(tmp_path), "--json", str(tmp_path / "found.json")]) == 0
+    written = json.loads((tmp_path / "found.json").read_text())["losses"]
+    assert [list(map(float, losses)) for losses in written.values()] == [[0.005, 0.01], [0.005, 0.01, 0.02]]
+    assert sorted(path.name for path in (tmp_path / "sgd").iterdir()) == ["lr_0.005", "lr_0.01"]
 
 
 @pytest.mark.parametrize("broken", ["floor", "place"])
