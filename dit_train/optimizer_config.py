@@ -103,6 +103,13 @@ class AuxiliaryAdamW:
     """Decoupled weight decay of matrices in this group (vectors have none); null takes the matrices'."""
 
 
+Ratios = float | tuple[tuple[int, float], ...]
+"""A number, or a schedule of [step, value]: linear from step to step, then the last."""
+
+Periods = int | Literal["auto"] | tuple[tuple[int, int], ...]
+"""A number, auto, or a schedule of [step, period], each of which holds until the next step."""
+
+
 def _own_adamw() -> AuxiliaryAdamW:
     """For algorithms whose learning rate and weight decay mean something else than AdamW's."""
     return AuxiliaryAdamW(lr=1e-3, weight_decay=0.1)
@@ -181,7 +188,7 @@ class _Neurons:
 class _Periodic:
     """A full refresh now and then."""
 
-    period: int | Literal["auto"] = 1
+    period: Periods = 1
     period_budget: float = PERIOD_BUDGET
     """auto: by how much the mean step may be longer than AdamW's, as a share of it."""
     phase: int = 0
@@ -403,9 +410,10 @@ class MuonBPConfig(_Periodic, BlockMuonConfig):
     name: Literal["muon_bp"] = "muon_bp"
     """Shards, and the whole matrix every `period`-th step."""
     momentum_form: Literal["ema", "heavy_ball"] = "heavy_ball"
-    period: int | Literal["auto"] = 5
-    """P: a full step every P-th. auto: the smallest within `period_budget`, measured once when the run begins."""
-    block_lr_ratio: float = 1.0
+    period: Periods = 5
+    """P: a full step every P-th. auto: the smallest within `period_budget`, measured once when the run begins.
+    Or a schedule, [[0, 1], [1000, 3]]: each holds until the next step."""
+    block_lr_ratio: Ratios = 1.0
     """Multiplies block steps, on top of RMS matching."""
 
 
@@ -415,9 +423,10 @@ class PeriodicRowMuonConfig(_Periodic, MuonConfig):
 
     name: Literal["periodic_row_muon"] = "periodic_row_muon"
     """Unit rows, and the whole matrix every `period`-th step."""
-    period: int | Literal["auto"] = 3
-    """K: a full refresh every K-th. auto: the smallest within `period_budget`, measured once when the run begins."""
-    row_lr_ratio: float = 1.0
+    period: Periods = 3
+    """K: a full refresh every K-th. auto: the smallest within `period_budget`, measured once when the run begins.
+    Or a schedule, [[0, 1], [1000, 3]]: each holds until the next step."""
+    row_lr_ratio: Ratios = 1.0
     """Multiplies row steps, whose RMS otherwise equals that of a refresh."""
 
 
@@ -431,9 +440,10 @@ class PeriodicSignMuonConfig(_Rest, _Periodic, _Neurons, _NewtonSchulz, _Scale, 
     """β₂, decay of the average."""
     input_momentum: float = 0.9
     """β₁, weight of the average in the step; not above momentum."""
-    period: int | Literal["auto"] = 2
-    """P: a full refresh every P-th. auto: the smallest within `period_budget`, measured once when the run begins."""
-    sign_lr_ratio: float = 0.25
+    period: Periods = 2
+    """P: a full refresh every P-th. auto: the smallest within `period_budget`, measured once when the run begins.
+    Or a schedule, [[0, 1], [1000, 3]]: each holds until the next step."""
+    sign_lr_ratio: Ratios = 0.25
     """Multiplies sign steps, whose RMS otherwise equals that of a refresh."""
 
 

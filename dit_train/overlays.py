@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import itertools
 import math
 import os
 import re
@@ -208,6 +209,8 @@ def _convert(hint: Any, value: Any, path: str, origins: dict[str, str]) -> Any:
             )
     elif typing.get_origin(hint) is tuple:
         kinds = typing.get_args(hint)
+        if kinds[-1] is Ellipsis and isinstance(value, list | tuple):
+            kinds = kinds[:1] * len(value)
         if isinstance(value, list | tuple) and len(value) == len(kinds):
             return tuple(_convert(kind, item, path, origins) for kind, item in zip(kinds, value, strict=True))
     elif hint is float:
@@ -285,6 +288,8 @@ _shown = _Short().repr
 def _describe(hint: Any) -> str:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " or ".join(_describe(member) for member in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple and typing.get_args(hint)[-1] is Ellipsis:
+        return "a schedule [[0, value], [step, value], ...]"
     if typing.get_origin(hint) is tuple:
         return f"a list of {len(typing.get_args(hint))} values"
     if typing.get_origin(hint) is Literal:
@@ -341,9 +346,12 @@ def _check_ranges(config: Config) -> None:
     )
     for paths, holds, text in rules:
         for path in paths:
-            value = _lookup(config, path)
-            if value is not None and value != "auto" and not holds(value):
-                raise ConfigError(f"{path}: {text}, not {_shown(value)}")
+            found = _lookup(config, path)
+            for value in [value for _, value in found] if isinstance(found, tuple) else [found]:
+                if value is not None and value != "auto" and not holds(value):
+                    raise ConfigError(f"{path}: {text}, not {_shown(value)}")
+    for path in ("optimizer.period", *(f"optimizer.{kind}_lr_ratio" for kind in ("block", "row", "sign"))):
+        _check_schedule(path, _lookup(config, path))
     for path in ("optimizer.betas", "optimizer.adamw.betas"):
         betas = _lookup(config, path)
         if betas is not None and not all(0 <= beta < 1 for beta in betas):
@@ -360,6 +368,14 @@ def _check_ranges(config: Config) -> None:
     if not config.run.folder.strip():
         raise ConfigError("run.folder: must name a folder")
     _check_period(config)
+
+
+def _check_schedule(path: str, value: Any) -> None:
+    """Of [step, value], if it is one."""
+    if isinstance(value, tuple):
+        steps = [step for step, _ in value]
+        if not steps or steps[0] != 0 or any(a >= b for a, b in itertools.pairwise(steps)):
+            raise ConfigError(f"{path}: the steps of a schedule must ascend from 0, not {_shown(steps)}")
 
 
 def _check_period(config: Config) -> None:

@@ -60,7 +60,7 @@ class Finished:
         """The optimizer, with its form or ball, and its period."""
         optimizer = self.config["optimizer"]
         form = "".join(f" {optimizer[key]}" for key in ("form", "ball") if key in optimizer)
-        period = f" (period {optimizer['period']})" if "period" in optimizer else ""
+        period = f" (period {_shown(optimizer['period'])})" if "period" in optimizer else ""
         return f"{optimizer['name']}{form}{period}"
 
     @property
@@ -183,6 +183,11 @@ def summary(run: Finished) -> dict[str, Any]:
     }
 
 
+def _shown(period: int | list[list[int]]) -> str:
+    """A number, or the periods of a schedule."""
+    return str(period) if isinstance(period, int) else ", then ".join(f"{value} from {step}" for step, value in period)
+
+
 def write_json(found: Any, path: Path) -> None:
     """Write JSON values to a file whose folder is made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,9 +200,14 @@ def unwritten(error: OSError, folder: Path) -> str:
 
 
 def _per_step(run: Finished, key: str) -> float:
-    """Mean over a period of the medians of its steps: refreshes count as often as they come, hiccups do not."""
+    """Mean over a period of the medians of its steps: refreshes count as often as they come, hiccups do not.
+
+    Of a schedule of periods, the plain mean.
+    """
     period = run.config["optimizer"].get("period", 1)
     timed = run.steps[_WARM_UP:] or run.steps
+    if not isinstance(period, int):
+        return statistics.fmean(row[key] for row in timed)
     medians = []
     for phase in range(period):
         values = [row[key] for row in timed if row["step"] % period == phase]

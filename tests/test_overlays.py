@@ -1,6 +1,7 @@
 """The config: strict, layered, and every refusal is one line that names the fix."""
 
 import dataclasses
+import json
 import typing
 
 import pytest
@@ -55,7 +56,10 @@ def test_no_input_gives_the_defaults():
         (["--optimizer.lr"], "needs a value"),
         (["--model", "3"], "expected settings below it"),
         (["--optimizer.period", "3"], "optimizer.period: no such setting"),  # AdamW has none
-        ([*BP, "--optimizer.period", "atuo"], "optimizer.period: expected a whole number or auto, not 'atuo'"),
+        (
+            [*BP, "--optimizer.period", "atuo"],
+            "optimizer.period: expected a whole number or auto or a schedule [[0, value], [step, value]",
+        ),
         ([*BP, "--optimizer.period", "0"], "optimizer.period: must be above 0"),
         ([*BP, *AUTO, "--optimizer.period_budget", "0"], "optimizer.period_budget: must be above 0"),
         ([*BP, *AUTO, "--optimizer.period_budged", "1"], "did you mean optimizer.period_budget?"),
@@ -271,3 +275,33 @@ def test_ranges_name_settings_that_exist():
         known |= {f"optimizer.adamw.{key}" for key in (flat["optimizer"].get("adamw") or {})}
     listed = [*overlays._POSITIVE, *overlays._NOT_NEGATIVE, *overlays._FRACTION, *overlays._BELOW_ONE]
     assert set(listed) <= known
+
+
+# -- schedules of periods and ratios --------------------------------------------------------------------------------
+
+
+def test_periods_and_ratios_may_follow_a_schedule_and_are_kept_as_written():
+    text = {"name": "periodic_row_muon", "period": [[0, 1], [100, 3]], "row_lr_ratio": [[0, 1], [1000, 0.25]]}
+    config = overlays.read([], ["--optimizer.name", "muon_bp", "--optimizer.period", "[[0, 2], [50, 5]]"])
+    assert config.optimizer.period == ((0, 2), (50, 5))
+    arguments = [part for key, value in text.items() for part in (f"--optimizer.{key}", str(value))]
+    config = overlays.read([], arguments)
+    assert config.optimizer.period == ((0, 1), (100, 3)) and config.optimizer.row_lr_ratio == ((0, 1.0), (1000, 0.25))
+    written = yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config.optimizer))))
+    assert yaml.safe_load(written)["period"] == [[0, 1], [100, 3]]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("[[1, 2]]", "the steps of a schedule must ascend from 0, not \\[1\\]"),
+        ("[[0, 2], [0, 3]]", "must ascend from 0, not \\[0, 0\\]"),
+        ("[]", "must ascend from 0"),
+        ("[[0, 0]]", "must be above 0, not 0"),
+        ("[[0, 2, 1]]", "expected a whole number or auto or a schedule"),
+        ("often", "expected a whole number or auto or a schedule"),
+    ],
+)
+def test_what_is_no_schedule_is_one_line(value, text):
+    with pytest.raises(ConfigError, match=f"optimizer.period: .*{text}"):
+        overlays.read([], ["--optimizer.name", "muon_bp", "--optimizer.period", value])

@@ -126,6 +126,7 @@ def plan_optimizer(config: OptimizerConfig, model: ModelPlan, say: Say) -> Optim
     steps = simulate.build_optimizer(config, dit, period=2)  # both kinds of step are wanted, whatever the period
     algorithm = ALGORITHMS[steps.param_groups[0]["algorithm"]]
     period = config.period if has_period(config) else algorithm.period or 1
+    period = period[-1][1] if isinstance(period, tuple) else period  # a schedule's last, which holds for good
     period = math.nan if period == "auto" else period
     kinds = ["refresh"] * algorithm.can_refresh + ["other"] * (has_period(config) or not algorithm.can_refresh)
     found = {kind: _step_cost(steps, kind, model) for kind in kinds}
