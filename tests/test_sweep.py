@@ -11,8 +11,9 @@ import pytest
 from tests.docstrings import keys
 from tests.test_compare import write_run
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-import sweep
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import sweep  # noqa: E402
 
 
 def measured(loss):
@@ -108,3 +109,13 @@ def test_runs_or_a_place_that_do_not_fit_are_one_line(trained, tmp_path, capsys,
     assert sweep.main([*trained, "--out", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("sweep.py: ") and {"place": "comparison.png", "floor": "no floor_of"}[broken] in line
+
+
+def test_the_comparison_of_the_family_has_every_config_and_so_has_its_table():
+    """An optimizer that is added has to be compared as well."""
+    files = {path.stem for path in (ROOT / "configs" / "optimizers").glob("*.yaml")}
+    script = (ROOT / "scripts" / "family.sh").read_text().replace("\\\n", " ")
+    named = [name for line in re.findall(r"^at \S+ (.*)$", script, re.MULTILINE) for name in line.split()]
+    assert sorted(named) == sorted(files)
+    table = (ROOT / "optimizers" / "README.md").read_text().split("| configs/optimizers/ |")[1].split("\n\n")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` ", table, re.MULTILINE)) == sorted(files)
