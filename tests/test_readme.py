@@ -43,10 +43,11 @@ def test_an_optimizer_alone_under_torchrun(tmp_path):
 def test_replicas_that_share_the_work(tmp_path):
     text = (ROOT / "optimizers" / "README.md").read_text()
     block = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "process_group=" in block)
-    block += "torch.distributed.barrier()\nprint('sum', sum(p.double().sum().item() for p in net.parameters()))\n"
+    block += "torch.distributed.barrier()\ntotal = sum(p.double().sum().item() for p in net.parameters())\n"
+    block += "print(f'sum {total:.9f}\\n', end='')\n"  # in one piece, or ranks print into each other's lines
     shown = run(tmp_path, block, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert sorted(re.findall(r"rank (\d): [1-9]\d* bytes sent", shown)) == ["0", "1"]
-    sums = re.findall(r"sum (-?\d+\.\d+)", shown)  # ranks may print into each other's lines
+    sums = re.findall(r"sum (-?\d+\.\d+)", shown)
     assert len(sums) == 2 and len(set(sums)) == 1
 
 

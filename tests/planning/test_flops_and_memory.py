@@ -139,5 +139,5 @@ def test_a_simulated_step_of_every_optimizer_sends_what_its_plan_says(tensor):
             assert (plan.state_bytes.sum() < adamw.state_bytes.sum()) == (member.name not in LARGE_STATE), member
 
 
-LARGE_STATE = ("adamw", "mars_adamw", "mars_muon")
+LARGE_STATE = ("adamw", "mars_adamw", "mars_muon", "dion")
 """Of at least two numbers in fp32 for each parameter."""
