@@ -56,7 +56,8 @@ def _torchrun(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int | 
     try:
         if stop.asked:  # while all this was imported
             return exits.STOPPED
-        run(parse_args([*options, *arguments]))
+        with stop.handed_over():  # torchrun takes a while before it heeds signals itself
+            run(parse_args([*options, *arguments]))
     except ChildFailedError as failed:  # the rank has told its own story on stderr
         codes = {failure.exitcode for failure in failed.failures.values()}
         for rank, killed in failed.failures.items():

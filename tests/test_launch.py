@@ -199,6 +199,21 @@ def test_a_stop_before_the_first_step_is_code_85_without_a_traceback(tmp_path, n
     assert "Traceback" not in errors
 
 
+def test_a_stop_before_torchrun_heeds_signals_is_not_lost(tmp_path):
+    """It came between the last look and torchrun's own handlers, which are there half a second later."""
+    words = command(*launch_arguments(tmp_path / "run", "--score.every", "0"))
+    late = (
+        "import os, runpy, signal, sys; import torch.distributed.run as torchrun; parse = torchrun.parse_args\n"
+        "torchrun.parse_args = lambda args: (os.kill(os.getpid(), signal.SIGTERM), parse(args))[1]\n"
+        "sys.argv = sys.argv[1:]; runpy.run_module('dit_train', run_name='__main__', alter_sys=True)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", late, *words[words.index("dit_train") :]], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 85, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_hangup_that_nohup_ignores_stays_ignored(tmp_path):
     folder = tmp_path / "run"
     arguments = launch_arguments(folder, "--train.steps", "40", "--score.every", "0")

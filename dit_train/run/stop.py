@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,6 +82,26 @@ class StopRequest:
                 if os.read(self._wakeup[0], 64):
                     self._signalled = self._signalled or "a signal"
         return bool(self._signalled) or self._orphaned
+
+    @contextlib.contextmanager
+    def handed_over(self) -> Iterator[None]:
+        """While code inside puts handlers of its own in the place of these: a signal that came before is sent again."""
+        over = threading.Event()
+
+        def watch() -> None:
+            while signal.getsignal(signal.SIGTERM) == self._handle:
+                if over.wait(0.05):
+                    return
+            if self._signalled in heeded():
+                os.kill(os.getpid(), signal.Signals[self._signalled])
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
 
     def consume(self) -> None:
         """Remove the file: the same command then goes on."""
