@@ -144,9 +144,8 @@ def _train(run: Run, stop: StopRequest, saver: Saver, profiler: Profiler) -> tup
             if stopping:
                 return _stopped(run, stop)
         return exits.DONE, "done"
-    finally:
+    finally:  # a row that is held is not asked for: after an error of the device that would raise another
         batches.close()
-        late.flush()
 
 
 def _saves(run: Run) -> bool:
