@@ -27,7 +27,7 @@ from torch import Tensor
 from ..engine.algorithm import MATRIX_OPTIONS, Algorithm, register
 from ..engine.driver import Driver
 from ..engine.keywords import MatrixOptions
-from ..engine.selection import Selection
+from ..engine.narrow import Selection
 
 _NOT_USED = ("nesterov", "momentum_form", "neuron_beta2", "neuron_eps", "neuron_norm")
 _OPTIONS = {key: value for key, value in MATRIX_OPTIONS.items() if key not in _NOT_USED}

@@ -42,7 +42,7 @@ from .selection import apply_to_rows, row_norms, select, take_rows, take_rows_he
 from .spans import Spans, spent_on
 from .stored_state import check_stored, complete, unwrap_tensors, wrap_tensors
 from .sums import Sums
-from .task import Member, Opened, Task
+from .task import Member, Task
 from .update import apply
 
 
@@ -429,8 +429,8 @@ class Driver(torch.optim.Optimizer):
         with ExitStack() as stack:
             members: dict[str, list[Member]] = {"rows": [], "columns": [], "matrix": []}
             for task in tasks:
-                buffers = stack.enter_context(self._open(task))["momentum_buffer"]
-                members[task.algorithm.unit].append(Member(task, buffers, self._gradients(task)))
+                state = stack.enter_context(self._open(task))
+                members[task.algorithm.unit].append(Member(task, state, self._gradients(task)))
             self._reduced_bytes += row_steps_across(members["rows"], *forms, self._all_reduce)
             self._reduced_bytes += column_steps(members["columns"], *forms, self._all_reduce)
             self._reduced_bytes += matrix_steps(members["matrix"], *forms, self._all_reduce)
@@ -442,7 +442,7 @@ class Driver(torch.optim.Optimizer):
             by_rule[task.algorithm.together.take].append(task)
         for take, some in by_rule.items():
             with ExitStack() as stack:
-                opened = [Opened(task, stack.enter_context(self._open(task)), self._gradients(task)) for task in some]
+                opened = [Member(task, stack.enter_context(self._open(task)), self._gradients(task)) for task in some]
                 self._reduced_bytes += take(opened, self._all_reduce)
 
     @spent_on("update")

@@ -125,7 +125,7 @@ def _cargo(group: Mapping[str, Any], members: Sequence[Member]) -> list[Cargo]:
     whole = [Cargo(i, layout.shape, layout.shares) for i, (_, _, layout) in enumerate(members)]
     if not ALGORITHMS[group["algorithm"]].selects:
         return whole
-    return [narrowed(c, group, layout, layout.matrices[0]) for c, (_, _, layout) in zip(whole, members, strict=True)]
+    return [narrowed(c, group, layout) for c, (_, _, layout) in zip(whole, members, strict=True)]
 
 
 def describe(

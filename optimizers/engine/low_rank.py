@@ -31,9 +31,9 @@ from ..sharding.layout import Layout
 from ..sharding.matrices import Matrix, Rect
 from .column_state import rank_of
 from .forms import wide
-from .scaling import refresh_scale
+from .scaling import rate_on, refresh_scale
 from .sums import AllReduce, Groups, Sums
-from .task import Opened
+from .task import Member
 from .update import decay_and_add
 
 WAVE_BYTES = 2**28
@@ -65,7 +65,7 @@ class _Part:
         return self.momentum.to(self.p.dtype)
 
 
-def low_rank_steps(members: Sequence[Opened], all_reduce: AllReduce) -> int:
+def low_rank_steps(members: Sequence[Member], all_reduce: AllReduce) -> int:
     """Update momentum, Q and weights in place; the bytes that this rank sends for it."""
     with _full_precision():
         return sum(_step(wave, all_reduce) for wave in _waves(members))
@@ -109,7 +109,7 @@ def low_rank_sums(
     yield layout.column_groups, over_columns
 
 
-def _waves(members: Sequence[Opened]) -> Iterator[list[_Part]]:
+def _waves(members: Sequence[Member]) -> Iterator[list[_Part]]:
     """Whole parameters, as many as there is room for: the same on all ranks, whatever jobs they make of them."""
     wave: list[_Part] = []
     filled = 0
@@ -225,11 +225,11 @@ def _symmetric(lower: Tensor, r: int) -> Tensor:
 
 def _take(x: _Part, r: Tensor, norms: Tensor) -> None:
     """Update M, Q and W; ``norms`` are those of R's columns."""
-    group, lr = x.group, x.group["lr"]
+    group = x.group
     m = x.wide  # M itself, or a copy
     torch.addmm(m, x.p, r.mT, alpha=group["momentum"] - 1, out=m)
     x.momentum.copy_(m)
     x.basis.copy_(torch.where(norms == 0, x.basis.to(r.dtype), (r / norms).to(r.dtype)))
-    scale = -refresh_scale(group, *x.shape) * (lr.to(r.device) if isinstance(lr, Tensor) else lr)
+    scale = -refresh_scale(group, *x.shape) * rate_on(group["lr"], r.device)
     step = (x.p * scale).to(r.dtype) @ x.basis.to(r.dtype).mT
     decay_and_add([x.weight], [step], group)

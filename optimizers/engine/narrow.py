@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ..sharding.layout import Layout
-from ..sharding.matrices import Matrix, Rect
+from ..sharding.matrices import Rect
 from ..sharding.plan import Cargo
+
+Selection = Literal["global", "local"]
+SELECTIONS: tuple[str, ...] = get_args(Selection)
 
 
 def count_of(group: Mapping[str, Any], rows: int) -> int:
@@ -19,18 +22,21 @@ def count_of(group: Mapping[str, Any], rows: int) -> int:
     return math.ceil(group["fraction"] * rows)
 
 
-def narrowed(
-    cargo: Cargo, group: Mapping[str, Any], layout: Layout, matrix: Matrix, rows: Tensor | None = None
-) -> Cargo:
-    """The selected rows of a matrix and where they lie; without ``rows`` on the host, as many of each rank's share."""
-    shares, rects = [], [matrix.within(region)[0] for region in layout.regions]
-    each = {rect.row: count_of(group, rect.rows) for rect in rects if rect.rows}
-    for rect in rects:
-        if rows is not None:
-            first, last = torch.searchsorted(rows, torch.tensor([rect.row, rect.row + rect.rows])).tolist()
-        else:
-            first = sum(count for row, count in each.items() if row < rect.row)
-            last = first + count_of(group, rect.rows)
-        shares.append(Rect(first, last - first, rect.column, rect.columns))
-    count = max(share.row + share.rows for share in shares)
-    return Cargo(cargo.index, (count, matrix.columns), tuple(shares))
+def narrowed(cargo: Cargo, group: Mapping[str, Any], layout: Layout, rows: Tensor | None = None) -> Cargo:
+    """The selected rows of a matrix that travels, and where they lie.
+
+    ``rows``: which, ascending, on the host; None: as many of each rank's share.
+    """
+    if rows is not None:
+        edges = torch.tensor([[rect.row, rect.row + rect.rows] for rect in layout.shares])
+        spans = torch.searchsorted(rows, edges).tolist()
+    else:
+        each = {rect.row: count_of(group, rect.rows) for rect in layout.shares if rect.rows}
+        before = [sum(count for row, count in each.items() if row < rect.row) for rect in layout.shares]
+        counts = [count_of(group, rect.rows) for rect in layout.shares]
+        spans = [(first, first + count) for first, count in zip(before, counts, strict=True)]
+    shares = tuple(
+        Rect(first, last - first, rect.column, rect.columns)
+        for (first, last), rect in zip(spans, layout.shares, strict=True)
+    )
+    return Cargo(cargo.index, (max(last for _, last in spans), layout.shape[1]), shares)

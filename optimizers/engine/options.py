@@ -17,6 +17,7 @@ from ..sharding.plan import EXCHANGES
 from .algorithm import ALGORITHMS, Algorithm
 from .equilibrate import EQUILIBRATIONS
 from .momentum import MOMENTUM_FORMS
+from .narrow import SELECTIONS
 from .scaling import ADJUST_LR, NEURON_NORMS, ROW_NORMS
 from .schedule import is_schedule
 
@@ -231,7 +232,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "rank_fraction": (lambda v: _number(v) and 0 < v <= 1, "a float in (0, 1]"),
     "rank_multiple": (lambda v: _whole(v, 1), "an int >= 1"),
     "fraction": (lambda v: _number(v) and 0 < v <= 1, "a float in (0, 1]"),
-    "selection": (lambda v: v in ("global", "local"), "global or local"),
+    "selection": (lambda v: v in SELECTIONS, f"one of {', '.join(SELECTIONS)}"),
     "radius": (_at_least_zero, "a float >= 0"),
     "row_eps": (_at_least_zero, "a float >= 0"),
     "row_norm": (lambda v: v in ROW_NORMS, f"one of {', '.join(ROW_NORMS)}"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from .narrow import count_of, narrowed
 from .scaling import rate_on, refresh_scale
 from .sums import Sums
 from .task import Task
-
-Selection = Literal["global", "local"]
-SELECTIONS: tuple[str, ...] = get_args(Selection)
 
 
 @dataclass
@@ -89,12 +86,11 @@ def _largest(norms: Tensor, count: int) -> Tensor:
 def _planned(task: Task) -> Selected:
     """As many rows of each rank's share."""
     group, layouts = task.group, task.job.layouts
-    here = [(layout, matrix, rect) for layout in layouts for matrix, rect, _ in layout.here]
-    rows = [torch.arange(count_of(group, rect.rows), device=task.job.device) for _, _, rect in here]
+    here = [rect for layout in layouts for _, rect, _ in layout.here]
+    rows = [torch.arange(count_of(group, rect.rows), device=task.job.device) for rect in here]
     if not task.travels:
         return Selected(rows)
-    cargo = zip(task.job.bucket.cargo, here, strict=True)
-    narrow = tuple(narrowed(one, group, layout, matrix) for one, (layout, matrix, _) in cargo)
+    narrow = tuple(narrowed(one, group, layout) for one, layout in zip(task.job.bucket.cargo, layouts, strict=True))
     return Selected(rows, replace(task.job.bucket, cargo=narrow))
 
 
@@ -102,13 +98,13 @@ def _selected(task: Task, on_host: Iterator[Tensor], on_device: Iterator[Tensor]
     rows, cargo = [], []
     travelling = iter(task.job.bucket.cargo if task.travels else ())
     for layout in task.job.layouts:
-        for matrix, rect, _ in layout.here:
+        for _, rect, _ in layout.here:
             host, device = next(on_host), next(on_device)
             first, last = torch.searchsorted(host, torch.tensor([rect.row, rect.row + rect.rows])).tolist()
             rows.append(device[first:last] - rect.row)
             if task.travels:
                 whole = None if task.group["selection"] == "local" else host
-                cargo.append(narrowed(next(travelling), task.group, layout, matrix, whole))
+                cargo.append(narrowed(next(travelling), task.group, layout, whole))
     return Selected(rows, replace(task.job.bucket, cargo=tuple(cargo)) if task.travels else None)
 
 

@@ -68,16 +68,13 @@ class Task:
 
 
 class Member(NamedTuple):
-    """A task with its momentum buffers and its gradients, as tensors of floats."""
-
-    task: Task
-    buffers: list[Tensor]
-    gradients: list[Tensor]
-
-
-class Opened(NamedTuple):
     """A task with its state by key and its gradients, as tensors of floats."""
 
     task: Task
     state: dict[str, list[Tensor]]
     gradients: list[Tensor]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Its momentum."""
+        return self.state["momentum_buffer"]
