@@ -14,7 +14,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from dit_train import exits, overlays
+from dit_train import console, exits, overlays
 from dit_train.checkpoint import verify
 from dit_train.config import Config, ConfigError
 from dit_train.optimizer_config import OptimizerConfig
@@ -66,13 +66,13 @@ def _tell(error: ConfigError, run_folder: str | None) -> None:
     """
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     if rank == 0:
-        print(f"dit_train: {error}", file=sys.stderr, flush=True)
+        console.err(f"dit_train: {error}")
         if run_folder is not None:
             folder.record(run_folder, exits.BAD_INPUT, str(error))
         return
     time.sleep(_SECONDS_FOR_RANK_0)
     if local_rank == 0:
-        print(f"dit_train: {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
+        console.err(f"dit_train: {socket.gethostname()}: {error}")
 
 
 def _start(config: Config, ranks: int, words: list[str], launching: bool, stop: StopRequest) -> int:
@@ -81,7 +81,7 @@ def _start(config: Config, ranks: int, words: list[str], launching: bool, stop: 
     plan = preflight.check(config, ranks)
     if plan.finished:
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"{config.run.folder}  done: {plan.resume.state.step} steps", flush=True)
+            console.out(f"{config.run.folder}  done: {plan.resume.state.step} steps")
             folder.record(config.run.folder, exits.DONE, "done")
         return exits.DONE
     if launching:
@@ -122,7 +122,7 @@ def _take_ranks(words: list[str]) -> tuple[int, list[str]]:
 
 def _help(words: list[str]) -> int:
     """Usage, then every setting with the defaults that the given files and arguments leave, then the optimizers."""
-    print(_USAGE, flush=True)
+    console.out(_USAGE)
     asked = {"-h", "--help"} & set(words)
     if not asked:
         return exits.BAD_INPUT
@@ -134,12 +134,12 @@ def _help(words: list[str]) -> int:
     try:
         default = overlays.read(*_split(words))
     except ConfigError as error:
-        print(f"dit_train: {error}", file=sys.stderr)
+        console.err(f"dit_train: {error}")
         return exits.BAD_INPUT
     flags = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
     with contextlib.suppress(SystemExit):
         tyro.cli(Config, default=default, args=["--help"], config=flags, prog="dit_train")
-    print(_optimizers(), flush=True)
+    console.out(_optimizers())
     return exits.DONE
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from dit_train import exits
+from dit_train import console, exits
 
 _SECONDS_FOR_RANK_0 = 5
 """What all ranks meet, rank 0 tells: torchrun ends the others when it leaves. What one meets alone, it tells itself."""
@@ -27,7 +27,7 @@ def refuse(text: str) -> int:
     """Tell on stderr, as one line, why nothing is done; returns the exit code."""
     if int(os.environ.get("RANK", 0)):
         time.sleep(_SECONDS_FOR_RANK_0)
-    print(" ".join(text.split()), file=sys.stderr, flush=True)
+    console.err(" ".join(text.split()))
     return exits.BAD_INPUT
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Sequence
 
-from dit_train import exits
+from dit_train import console, exits
 from dit_train.preflight import Plan
 from dit_train.run import folder
 from dit_train.run.stop import StopRequest, heeded
@@ -62,7 +61,7 @@ def _torchrun(ranks: int, arguments: Sequence[str], stop: StopRequest) -> int | 
         codes = {failure.exitcode for failure in failed.failures.values()}
         for rank, killed in failed.failures.items():
             if killed.exitcode < 0:  # and that one has not
-                print(f"dit_train: rank {rank} was killed by {killed.signal_name()}", file=sys.stderr, flush=True)
+                console.err(f"dit_train: rank {rank} was killed by {killed.signal_name()}")
         return next((code for code in (exits.BAD_INPUT, exits.STOPPED) if code in codes), exits.FAILED)
     except SignalException:
         return exits.STOPPED  # if before the first step, ranks had nothing to save

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dit_train import exits
+from dit_train import console, exits
 from dit_train.command_line import Parser, new_file, positive, refuse
 from dit_train.config import ConfigError, ParallelConfig
 from dit_train.data import autoencoder, folder
@@ -329,7 +329,7 @@ def _tell(options: argparse.Namespace, manifest: dict[str, Any], made: int) -> N
 
 def _say(text: str) -> None:
     if int(os.environ.get("RANK", 0)) == 0:
-        print(text, flush=True)
+        console.out(text)
 
 
 def _parser() -> Parser:

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 import eval.score
-from dit_train import exits, rng
+from dit_train import console, exits, rng
 from dit_train.command_line import Parser, new_file, positive, refuse
 from dit_train.config import ConfigError, ParallelConfig
 from dit_train.data import sources
@@ -441,7 +441,7 @@ def _record(path: Path) -> dict[str, Any]:
 
 def _say(text: str) -> None:
     if int(os.environ.get("RANK", 0)) == 0:
-        print(text, flush=True)
+        console.out(text)
 
 
 # -- arguments ----------------------------------------------------------------------------------------------------

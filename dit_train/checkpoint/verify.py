@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dit_train import exits
+from dit_train import console, exits
 from dit_train.checkpoint import files, listing, metadata
 from dit_train.checkpoint.listing import Checkpoint
 from dit_train.checkpoint.manifest import damaged
@@ -26,7 +26,7 @@ Returns 0 if all are sound, 2 if one is damaged or a folder has none. Changes no
 def main(words: Sequence[str]) -> int:
     """Check run folders; the exit code."""
     if not words or {"-h", "--help"} & set(words):
-        print(USAGE, flush=True)
+        console.out(USAGE)
         return exits.DONE if words else exits.BAD_INPUT
     return max(verify(word) for word in words)
 
@@ -35,19 +35,19 @@ def verify(run: str | Path) -> int:
     """Check a run folder's checkpoints and print what is found; `exits.DONE` or `exits.BAD_INPUT`."""
     folders = listing.committed(run)
     if not folders:
-        print(f"dit_train: {run}: no checkpoint there; name a run folder", file=sys.stderr, flush=True)
+        console.err(f"dit_train: {run}: no checkpoint there; name a run folder")
         return exits.BAD_INPUT
     broken = 0
     for folder in folders:
         try:
-            print(check(folder), flush=True)
+            console.out(check(folder))
         except ConfigError as error:
             broken += 1
-            print(f"dit_train: {error}", file=sys.stderr, flush=True)
+            console.err(f"dit_train: {error}")
     for path in listing.remains(run):
-        print(f"{path}: left by a save that is running or was cut off; the next one removes it", flush=True)
+        console.out(f"{path}: left by a save that is running or was cut off; the next one removes it")
     if broken:
-        print(f"{run}: {broken} of {len(folders)} checkpoints damaged", flush=True)
+        console.out(f"{run}: {broken} of {len(folders)} checkpoints damaged")
     return exits.BAD_INPUT if broken else exits.DONE
 
 

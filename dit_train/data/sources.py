@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dit_train import console
 from dit_train.config import ConfigError, DataConfig
 from dit_train.data import arrays, folder, latents, shapes
 from dit_train.data.latents import Encoding
@@ -95,7 +95,7 @@ class Source:
         """A line for each file at first, then at the 16th, 32nd, 64th, …: a broken disk must not fill the log."""
         count = len(self._instead)
         if count <= 10 or (count >= 16 and count.bit_count() == 1):
-            print(f"data: {reason}. Another of its class takes its place ({count} so far)", file=sys.stderr, flush=True)
+            console.err(f"data: {reason}. Another of its class takes its place ({count} so far)")
 
     def inputs(self, indices: Sequence[int] | np.ndarray, seed: int, *keys: int | str, samples: Samples) -> Tensor:
         """What the model learns from: [N] integers in 0..len−1 -> fp32 [N, C, H, W] on the CPU.

@@ -6,11 +6,12 @@ ranks that are gone: a rank that reads those connects to nobody, or ends with a 
 
 from __future__ import annotations
 
-import sys
 import time
 import uuid
 
 import torch.distributed as dist
+
+from dit_train import console
 
 _LOOK_EVERY = 0.05
 _SAY_AFTER = 30.0
@@ -48,7 +49,7 @@ def _call(store: dist.Store, size: int, call: str, seconds: float) -> str:
             )
         if waited > _SAY_AFTER and not said:
             said = True
-            print(f"dit_train: waiting for {_ranks(missing)} of {size}", file=sys.stderr, flush=True)
+            console.err(f"dit_train: waiting for {_ranks(missing)} of {size}")
         present = [rank for rank in missing if store.check([f"answer/{rank}"])]
         for rank, answer in zip(present, _get(store, [f"answer/{rank}" for rank in present]), strict=True):
             to, _, name = answer.partition(" ")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import traceback
 
 import torch.distributed as dist
 
-from dit_train import exits
+from dit_train import console, exits
 from dit_train.config import ConfigError
 from dit_train.parallel.roll_call import Absent
 from dit_train.run import folder
@@ -41,7 +40,7 @@ def leave(run_folder: str, peers: Peers, error: Exception) -> Left:
     else:
         text = "" if first.code == exits.BAD_INPUT else echo(peers.rank, first)
     if text:  # written at once, or the lines of several ranks would mix
-        print(f"dit_train: {text}", file=sys.stderr, flush=True)
+        console.err(f"dit_train: {text}")
     return Left(first.code)
 
 
@@ -49,7 +48,7 @@ def tell_absent(run_folder: str, absent: Absent) -> None:
     """Say that ranks have not come; no group exists, so each rank speaks for itself and rank 0 records it."""
     if int(os.environ.get("RANK", 0)) == 0:
         folder.record(run_folder, exits.FAILED, str(absent))
-    print(f"dit_train: {absent}", file=sys.stderr, flush=True)
+    console.err(f"dit_train: {absent}")
 
 
 def _describe(error: Exception) -> tuple[int, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from dit_train import console
 from dit_train.config import MOST_PROFILED_STEPS
 from dit_train.run import folder
 from dit_train.run.setup import Run
@@ -99,7 +99,7 @@ class Profiler:
             where.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(where / f"rank_{self._run.world.rank}.json.gz"))
         except (OSError, RuntimeError) as error:
-            print(f"{where} could not be written ({error}); the run goes on", file=sys.stderr, flush=True)
+            console.err(f"{where} could not be written ({error}); the run goes on")
         else:
             self._run.reporter.say(f"steps {self._steps.start} to {last} in {where}, for ui.perfetto.dev")
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
+from dit_train import console
 from dit_train.config import Config
 from dit_train.run.metrics import JsonLines
 from dit_train.run.sampling import save_picture
@@ -58,10 +59,9 @@ class Progress:
         elif done % self._every == 0 or done == self._steps or done == self._first + 1:
             pace = (time.perf_counter() - self._start) / (done - self._first)
             left = clock(pace * (self._steps - done))
-            print(
+            console.out(
                 f"{self._name}  step {done}/{self._steps}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  "
-                f"{self._pace.tell()}  left {left}",
-                flush=True,
+                f"{self._pace.tell()}  left {left}"
             )
 
     def say(self, text: str) -> None:
@@ -69,7 +69,7 @@ class Progress:
         if self._bar is not None:
             self._bar.write(text)
         else:
-            print(f"{self._name}  {text}", flush=True)
+            console.out(f"{self._name}  {text}")
 
     def close(self) -> None:
         """Leave the bar."""
@@ -186,7 +186,7 @@ class Reporter:
                 raise
             if count.bit_count() == 1:
                 with suppress(OSError):  # the log itself may lie on that disk
-                    print(f"{what} could not be written ({error}); the run goes on", file=sys.stderr, flush=True)
+                    console.err(f"{what} could not be written ({error}); the run goes on")
 
     def countdown(self, what: str) -> Callable[[int, int], None]:
         """See `countdown`."""

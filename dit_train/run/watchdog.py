@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from dit_train import exits
+from dit_train import console, exits
 from dit_train.config import RunConfig
 from dit_train.run import folder
 from dit_train.run.peers import FIRST_HOST, Failure, Peers
@@ -125,4 +125,4 @@ def echo(rank: int, failure: Failure) -> str:
 
 def _say(line: str) -> None:
     with contextlib.suppress(OSError, ValueError):
-        print(f"dit_train: {line}", file=sys.__stderr__, flush=True)
+        console.err(f"dit_train: {line}")
