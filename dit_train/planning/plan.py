@@ -13,10 +13,11 @@ import numpy as np
 
 from dit_train.config import Config
 from dit_train.data.sources import Summary
+from dit_train.model.flops import ModelFlops, model_flops
 from dit_train.model.sizes import check_model
 from dit_train.optimizer_config import PERIOD_BUDGET, AdamWConfig, OptimizerConfig
 from dit_train.parallel.mesh import World
-from dit_train.planning import flops, memory, simulate
+from dit_train.planning import memory, simulate
 from dit_train.planning.machine import Machine
 from dit_train.planning.period import choose
 from dit_train.planning.record import Collective, Recorder
@@ -45,7 +46,7 @@ class ModelPlan:
     ranks: int
     world: World
     parameters: int
-    flops: flops.ModelFlops
+    flops: ModelFlops
     steps: simulate.ModelSteps
     parameter_bytes: np.ndarray
     """By rank, and as many of gradients."""
@@ -112,7 +113,7 @@ def planned(config: Config, images: Summary, ranks: int, say: Say) -> Iterator[M
     with simulate.fake_world(config, ranks) as world:
         say("building the model on fake ranks")
         dit = simulate.build(config, images, world)
-        count, work = sum(p.numel() for p in dit.parameters()), flops.model_flops(dit)
+        count, work = sum(p.numel() for p in dit.parameters()), model_flops(dit)
         held = memory.parameters(dit, world), memory.averages(dit, world)
         kept = config.parallel.activation_checkpointing
         say(f"forward and backward of {count / 1e9:.3f}B parameters, activation checkpointing {kept}")

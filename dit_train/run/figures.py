@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dit_train.model.flops import model_flops
 from dit_train.parallel.mesh import World
-from dit_train.planning.flops import model_flops
 from dit_train.planning.machine import peak_tflops
 from dit_train.run import faults
 from dit_train.run.norms import Norms

@@ -28,9 +28,9 @@ def norms_and_losses(mesh: list[str]) -> dict[str, float]:
     """Norms of an update, of drawn weights by drawn gradients, and held-out losses before it."""
     from dit_train import overlays
     from dit_train.data import sources
+    from dit_train.model.flops import model_flops
     from dit_train.parallel import shard
     from dit_train.parallel.mesh import joined
-    from dit_train.planning.flops import model_flops
     from dit_train.run import optimizer
     from dit_train.run.norms import Norms
     from dit_train.run.validation import HeldOut

@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from dit_train.config import Config, ModelConfig, TrainConfig
 from dit_train.data.sources import Summary
 from dit_train.model.dit import DiT
+from dit_train.model.flops import model_flops
 from dit_train.model.sizes import SIZES, sized
 from dit_train.optimizer_config import AdamWConfig, MuonBPConfig, MuonConfig, OptimizerConfig, PeriodicRowMuonConfig
 from dit_train.planning import machine, memory, simulate
-from dit_train.planning.flops import model_flops
 from dit_train.planning.plan import ADAMW, plan_optimizer, planned
 from dit_train.planning.record import Recorder
 from dit_train.planning.report import figures

@@ -11,7 +11,7 @@ import torch
 
 from dit_train import config as settings
 from dit_train.diffusion.objectives import velocity_loss
-from dit_train.planning.flops import model_flops
+from dit_train.model.flops import model_flops
 from dit_train.run import figures, loop, norms, optimizer, tracking
 from dit_train.run.stop import StopRequest
 from dit_train.run.validation import BUCKETS, HeldOut
