@@ -51,6 +51,8 @@ class MarsAdamWConfig(AdamWConfig):
     """γ of the correction by the last gradient, which is kept; 0: none."""
     mars_clip: float | None = 1.0
     """Largest norm of a parameter's corrected gradient; null: no clipping."""
+    mars_exact: bool = False
+    """Take the last gradient anew, of this batch at the last weights: a second pass, and those weights are kept."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,8 @@ class _Momentum:
     """γ of MARS, which corrects gradients by the last ones (arXiv 2411.10438) and keeps those; 0: none."""
     mars_clip: float | None = 1.0
     """Beside mars_gamma: largest norm of a parameter's corrected gradient; null: no clipping."""
+    mars_exact: bool = False
+    """Beside mars_gamma: take the last gradient anew, of this batch at the last weights: a second pass each step."""
 
 
 @dataclass(frozen=True)

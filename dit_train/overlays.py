@@ -367,6 +367,8 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError("train.compute_dtype: auto goes by a measurement; name fp32 or bf16 with train.deterministic")
     if not config.run.folder.strip():
         raise ConfigError("run.folder: must name a folder")
+    if getattr(config.optimizer, "mars_exact", False) and not config.optimizer.mars_gamma:
+        raise ConfigError("optimizer.mars_exact: does nothing beside optimizer.mars_gamma 0; set that to 0.025, say")
     _check_period(config)
 
 

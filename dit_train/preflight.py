@@ -19,7 +19,7 @@ from dit_train.run import folder
 
 _FIXED = (
     *("model", "data", "objective.timesteps", "train.seed", "train.batch"),
-    *("optimizer.name", "optimizer.form", "optimizer.ball", "optimizer.momentum_dtype"),
+    *("optimizer.name", "optimizer.form", "optimizer.ball", "optimizer.momentum_dtype", "optimizer.mars_exact"),
 )
 _KEEP_STATE = {
     "optimizer.mars_gamma": (0.0, "whether it is above 0, and the last gradient kept"),

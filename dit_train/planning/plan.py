@@ -19,7 +19,7 @@ from dit_train.optimizer_config import PERIOD_BUDGET, AdamWConfig, OptimizerConf
 from dit_train.parallel.mesh import World
 from dit_train.planning import memory, simulate
 from dit_train.planning.machine import Machine
-from dit_train.planning.period import choose
+from dit_train.planning.period import StepTimes, choose
 from dit_train.planning.record import Collective, Recorder
 from dit_train.planning.steps import ModelTime, OptimizerCost, StepCost, model_time, step_times
 from dit_train.preflight import check_batch, check_parallel
@@ -66,6 +66,16 @@ class ModelPlan:
     def time(self, machine: Machine) -> ModelTime:
         """Time of a step without its optimizer."""
         return model_time(self.steps, machine, self.tensor_ranks)
+
+    def second_pass(self, config: OptimizerConfig, machine: Machine) -> float:
+        """Seconds of the forwards and backwards that an optimizer asks for beside those of any."""
+        one = self.time(machine)
+        return (optimizer.batch_passes(config) - 1) * (one.forward + one.backward)
+
+    def step_times(self, plan: OptimizerPlan, adamw: OptimizerPlan, machine: Machine) -> StepTimes:
+        """What a period is chosen by."""
+        second = self.second_pass(plan.config, machine)
+        return step_times(self.time(machine), plan.cost, adamw.cost, machine, second)
 
     @property
     def flops_a_rank(self) -> float:
@@ -150,7 +160,7 @@ def settled(
     """The plan with a number where its period is ``auto``: chosen as a run chooses it, but by modelled times."""
     if not optimizer.is_auto(plan.config):
         return plan
-    period, _ = choose(step_times(model.time(machine), plan.cost, adamw.cost, machine), budget)
+    period, _ = choose(model.step_times(plan, adamw, machine), budget)
     return dataclasses.replace(plan, config=optimizer.with_period(plan.config, period), period=period)
 
 

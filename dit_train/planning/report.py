@@ -24,7 +24,8 @@ from dit_train.planning.plan import (
 )
 from dit_train.planning.record import Recorder
 from dit_train.planning.simulate import compute_dtype
-from dit_train.planning.steps import StepCost, step_times
+from dit_train.planning.steps import StepCost
+from dit_train.run.optimizer import batch_passes
 
 Figures = dict[str, Any]
 
@@ -47,12 +48,12 @@ def figures(model: ModelPlan, plan: OptimizerPlan, adamw: OptimizerPlan, machine
         "activation_checkpointing": parallel.activation_checkpointing,
         "flops_an_image": dataclasses.asdict(model.flops) | {"total": model.flops.total},
         "memory": memory_figures(model, plan),
-        "model_traffic": _model_traffic(model),
+        "model_traffic": _model_traffic(model, batch_passes(plan.config)),
         "optimizer": _optimizer_figures(plan, machine),
         "time": time_figures(model, plan, adamw, machine),
     }
     if has_period(plan.config):
-        times = step_times(model.time(machine), plan.cost, adamw.cost, machine)
+        times = model.step_times(plan, adamw, machine)
         numbers["periods"] = [dataclasses.asdict(overhead(times, period)) for period in _SHOWN]
         numbers["budget"], numbers["smallest_period"] = budget, smallest_period(times, budget)
     return numbers
@@ -100,17 +101,17 @@ def peaks(
     return found
 
 
-def _model_traffic(model: ModelPlan) -> Figures:
-    """Collectives and bytes that a rank sends in a step, but for the optimizer."""
+def _model_traffic(model: ModelPlan, rounds: int) -> Figures:
+    """Collectives and bytes that a rank sends in a step of so many passes over its batch, but for the optimizer."""
     numbers = {}
     for name in ("forward", "backward"):
         total: Counter[str] = Counter()
         sent = 0
         for count, one in model.steps.passes:
             recorder: Recorder = getattr(one, name)
-            sent += count * recorder.bytes_sent
+            sent += rounds * count * recorder.bytes_sent
             for call, times in recorder.calls.items():
-                total[call] += count * times
+                total[call] += rounds * count * times
         numbers[name] = {"collectives": dict(total), "bytes_sent": sent}
     rest = model.steps.rest
     return numbers | {"rest": {"collectives": dict(rest.calls), "bytes_sent": rest.bytes_sent}}
@@ -136,7 +137,8 @@ def time_figures(model: ModelPlan, plan: OptimizerPlan, adamw: OptimizerPlan, ma
     """Modelled seconds of a step, and what follows from them."""
     one, optimizing = model.time(machine), plan.cost.seconds(machine, plan.period)
     plain = adamw.cost.seconds(machine, 1)
-    step = one.total + optimizing
+    second = model.second_pass(plan.config, machine)
+    step = one.total + second + optimizing
     rate = model.flops_a_rank / step
     peak = machine.bf16_tflops if compute_dtype(model.config) == "bf16" else machine.fp32_tflops
     return {
@@ -144,10 +146,11 @@ def time_figures(model: ModelPlan, plan: OptimizerPlan, adamw: OptimizerPlan, ma
         "backward": one.backward,
         "rest": one.rest,
         "waiting_for_links": one.waiting,
+        "second_pass": second,
         "optimizer": optimizing,
         "step": step,
         "optimizer_share": optimizing / step,
-        "against_adamw": (optimizing - plain) / (one.total + plain),
+        "against_adamw": (second + optimizing - plain) / (one.total + plain),
         "tflops": rate / 1e12,
         "mfu": rate / (peak * 1e12),
         "images_a_second": model.config.train.batch / step,
@@ -200,7 +203,8 @@ def _traffic_text(numbers: Figures) -> str:
 
 def _time_text(numbers: Figures) -> str:
     time = numbers["time"]
-    parts = ", ".join(f"{name} {1e3 * time[name]:,.1f}" for name in ("forward", "backward", "rest", "optimizer"))
+    names = ("forward", "backward", *["second_pass"] * (time["second_pass"] > 0), "rest", "optimizer")
+    parts = ", ".join(f"{name.replace('_', ' ')} {1e3 * time[name]:,.1f}" for name in names)
     lines = [
         f"modelled step {1e3 * time['step']:,.1f} ms: {parts}; {1e3 * time['waiting_for_links']:,.1f} wait for links",
         f"{time['tflops']:,.1f} TFLOP/s a GPU, MFU {time['mfu']:.1%}, {time['images_a_second']:,.0f} images/s; the "

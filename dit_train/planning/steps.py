@@ -116,12 +116,14 @@ def _link_seconds(links: Counter[Collective], machine: Machine, factor: float = 
     return sum(n * machine.link_seconds(link.name, factor * link.bytes_sent, link.ranks) for link, n in links.items())
 
 
-def step_times(model: ModelTime, cost: OptimizerCost, adamw: OptimizerCost, machine: Machine) -> StepTimes:
-    """What a period is chosen by."""
+def step_times(
+    model: ModelTime, cost: OptimizerCost, adamw: OptimizerCost, machine: Machine, second_pass: float = 0.0
+) -> StepTimes:
+    """What a period is chosen by; a `second_pass` of the model, in seconds, is the optimizer's own cost."""
     return StepTimes(
         computing=model.total - model.waiting,
         waiting=model.waiting,
         adamw=adamw.seconds(machine, 1),
-        between=cost.kind(False).seconds(machine),
-        refresh=cost.kind(True).seconds(machine),
+        between=second_pass + cost.kind(False).seconds(machine),
+        refresh=second_pass + cost.kind(True).seconds(machine),
     )

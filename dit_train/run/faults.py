@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -70,12 +71,12 @@ def clipping(largest: float | None, norm: float) -> float:
 
 
 @torch.no_grad()
-def clip(model: nn.Module, largest: float | None, norm: float) -> None:
-    """Scale gradients of a global `norm` in place by `clipping`."""
+def clip(model: nn.Module, largest: float | None, norm: float, beside: Sequence[torch.Tensor] = ()) -> None:
+    """Scale gradients of a global `norm`, and tensors `beside` them, in place by `clipping`."""
     by = clipping(largest, norm)
     if by != 1.0:
         gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-        torch._foreach_mul_(gradients, by)
+        torch._foreach_mul_([*gradients, *beside], by)
 
 
 def judge(state: RunState, settings: FaultsConfig, loss: float, norm: float) -> Verdict:

@@ -185,8 +185,25 @@ def _say_skipped(run: Run, verdict: faults.Verdict, loss: float, norm: float) ->
 
 def _forward_backward(run: Run, batch: Batch, stop: StopRequest) -> tuple[float, float, bool]:
     """Clipped gradients of the global batch's mean loss; (loss, gradient norm, stop asked), alike on all ranks."""
-    train, size = run.config.train, len(batch.t)
-    micro_batches = list(batch.split(train.micro_batch or size))
+    train, steps = run.config.train, run.optimizer
+    unsound = 0.0
+    if steps.takes_previous:
+        with steps.at_previous_weights():
+            _accumulate(run, batch)
+            unsound = 0 * faults.gradient_squares(run.model)  # not a number where the gradients are not finite
+    loss_sum = _accumulate(run, batch)
+    squares = faults.gradient_squares(run.model) + unsound
+    part = 1 / run.world.tensor_size  # ranks of a tensor group have seen the same images
+    total, norm, replaced, stopping = faults.agree(part * loss_sum, squares, part * batch.replaced, stop.asked)
+    faults.clip(run.model, train.clip_norm, norm, steps.previous_gradients())
+    run.state.unreadable += replaced
+    return total / train.batch, norm, stopping
+
+
+def _accumulate(run: Run, batch: Batch) -> torch.Tensor:
+    """Forward and backward of this rank's micro-batches; the sum of their losses."""
+    size = len(batch.t)
+    micro_batches = list(batch.split(run.config.train.micro_batch or size))
     loss_sum = torch.zeros((), device=run.world.device)
     for i, part in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
@@ -195,12 +212,7 @@ def _forward_backward(run: Run, batch: Batch, stop: StopRequest) -> tuple[float,
         losses = velocity_loss(run.model(part.x_t, part.t, part.labels), part.target)
         (losses.sum() / size).backward()  # FSDP2 averages over data ranks, whose shares are equal
         loss_sum += losses.detach().sum()
-    squares = faults.gradient_squares(run.model)
-    part = 1 / run.world.tensor_size  # ranks of a tensor group have seen the same images
-    total, norm, replaced, stopping = faults.agree(part * loss_sum, squares, part * batch.replaced, stop.asked)
-    faults.clip(run.model, train.clip_norm, norm)
-    run.state.unreadable += replaced
-    return total / train.batch, norm, stopping
+    return loss_sum
 
 
 def _set_learning_rate(run: Run) -> float:

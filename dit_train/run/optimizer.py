@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,6 +47,19 @@ def is_auto(config: OptimizerConfig) -> bool:
 def with_period(config: OptimizerConfig, period: int) -> OptimizerConfig:
     """The same with a number where its period is ``auto``."""
     return dataclasses.replace(config, period=period) if is_auto(config) else config
+
+
+def batch_passes(config: OptimizerConfig) -> int:
+    """Forwards and backwards of the batch in a step: exact variance reduction takes another at the last weights."""
+    return 2 if getattr(config, "mars_exact", False) else 1
+
+
+def step(steps: torch.optim.Optimizer, backward: Callable[[], Any]) -> None:
+    """A step on the gradients that are there, and on those that `backward` leaves at the last weights, if it asks."""
+    if steps.takes_previous:
+        with steps.at_previous_weights():
+            backward()
+    steps.step()
 
 
 def build(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:

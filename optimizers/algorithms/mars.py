@@ -7,7 +7,8 @@ arXiv 2411.10438, AGI-Arena/MARS; MARS-M: arXiv 2510.21800.
     C ← G + γ·μ/(1−μ)·(G − G')           engine/variance.py; μ = β₁ for AdamW
     C ← C / max(1, ‖C‖_F)                 of a whole parameter; those of all travel in one all-reduce
     G' ← G                                the approximate form; 0 at the start
-    G' ← the gradient at the last W       mars_exact=True: of this step's batch, by ``at_previous_weights``
+    G' ← the gradient at the last W       mars_exact=True: of this step's batch, by ``at_previous_weights``; weights of
+                                          other groups, as vectors' of AdamW, are the present ones
     AdamW:   as adamw.py, of C
     Muon:    M ← μ·M + (1−μ)·C,  W ← (1 − η·λ)·W − η·a(m, n)·NewtonSchulz(M)
 

@@ -320,18 +320,21 @@ class Driver(torch.optim.Optimizer):
     def at_previous_weights(self) -> Iterator[None]:
         """Inside, the parameters of groups with ``mars_exact`` are those of before the last step.
 
-        Take the loss of the batch of the coming step and its gradients inside, before those at the present weights::
+        Take the loss of the batch of the coming step and its gradients inside as well::
 
             with optimizer.at_previous_weights():
                 loss(model, batch).backward()
             loss(model, batch).backward()
             optimizer.step()
 
-        All gradients are None at the start and afterwards. On the first step the weights are the present ones.
+        Gradients are None at the start; those that there were before are there again afterwards. What scales the
+        present ones, as clipping does, has to scale ``previous_gradients`` too. On the first step the weights are the
+        present ones.
         """
         self._keep_up()
-        groups = [group for group in self.param_groups if group.get("mars_gamma") and group["mars_exact"]]
+        groups = self._exact_groups()
         started = [group for group in groups if group["step"]]
+        present = [(p, p.grad) for group in self.param_groups for p in group["params"]]
         self.zero_grad(set_to_none=True)
         for group in started:
             variance.swap_weights(group, self.state)
@@ -345,11 +348,25 @@ class Driver(torch.optim.Optimizer):
         finally:
             for group in started:
                 variance.swap_weights(group, self.state)
-            self.zero_grad(set_to_none=True)
+            for p, gradient in present:
+                p.grad = gradient
+
+    @property
+    def takes_previous(self) -> bool:
+        """Whether a step needs gradients that are taken inside ``at_previous_weights``."""
+        return bool(self._exact_groups())
+
+    def previous_gradients(self) -> list[Tensor]:
+        """This rank's parts of the gradients that the last ``at_previous_weights`` has taken, in fp32, for scaling."""
+        trained = [p for group in self._exact_groups() for p in group["params"] if p.requires_grad]
+        return [local(self.state[p]["last_gradient"]) for p in trained]
+
+    def _exact_groups(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group.get("mars_gamma") and group["mars_exact"]]
 
     def _keep_previous(self) -> None:
         """Check that exact variance reduction has its gradients, and keep the weights for the next."""
-        groups = [group for group in self.param_groups if group.get("mars_gamma") and group["mars_exact"]]
+        groups = self._exact_groups()
         if groups and not self._has_previous:
             raise ValueError(
                 "mars_exact needs this batch's gradients at the weights of before the last step; take them inside "

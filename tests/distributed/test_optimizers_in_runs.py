@@ -47,11 +47,13 @@ def cases() -> dict[str, list[str]]:
             if "mars_gamma" in names and "adamw" in names:
                 more = FEATURES + NEURONS * ("neuron_beta2" in names)
                 found["-".join(dict.fromkeys((member.name, value))) + "-features"] = words + more
+    for name in ("mars_adamw", "mars_muon"):
+        found[f"{name}-exact"] = [*found[name], "--optimizer.mars_exact", "true"]
     return found
 
 
 CASES = cases()
-FEW = ["adamw_8bit", "adago", "normuon-features"]
+FEW = ["adamw_8bit", "adago", "normuon-features", "mars_muon-exact"]
 """With every kind of state."""
 
 
@@ -143,6 +145,7 @@ def test_state_of_every_kind_is_saved_and_resumed(tmp_path):
     )
     assert kinds["adago"] >= {"momentum_buffer float32", "norm_sum float32"}
     assert kinds["normuon-features"] >= {"momentum_buffer uint8", "momentum_buffer_absmax float32"}
+    assert kinds["mars_muon-exact"] >= {"last_gradient float32", "last_weight float32"}
     assert kinds["normuon-features"] >= {"neuron_second_moment float32", "last_gradient float32"}
 
 

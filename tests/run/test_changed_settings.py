@@ -106,6 +106,7 @@ def test_options_of_features_are_the_command_lines_too(tmp_path, world):
         ("scion", "--optimizer.ball row", "optimizer.ball: 'row', but"),
         ("muon_eq", "--optimizer.momentum_dtype int8", "optimizer.momentum_dtype: 'int8', but"),
         ("muon_bp", "--optimizer.mars_gamma 0.1", "optimizer.mars_gamma (whether it is above 0"),
+        ("mars_muon", "--optimizer.mars_exact true", "optimizer.mars_exact: True, but"),
         ("periodic_sign_muon", "--optimizer.neuron_beta2 0.9", "optimizer.neuron_beta2 (whether it is set"),
         (
             "mars_adamw",

@@ -20,7 +20,7 @@ MATRICES = [member for member in MEMBERS if hasattr(member, "momentum_dtype")]
 IN_GROUPS = {"params", "param_names", "step"}
 VALUES = {
     **{"lr": 0.5, "weight_decay": 0.25, "momentum": 0.75, "betas": (0.5, 0.75), "eps": 0.125, "input_momentum": 0.5},
-    **{"momentum_dtype": "dynamic8", "mars_gamma": 0.5, "mars_clip": 2.0},
+    **{"momentum_dtype": "dynamic8", "mars_gamma": 0.5, "mars_clip": 2.0, "mars_exact": True},
     **{"adjust_lr_fn": "original", "ns_coefficients": "cubic5", "ns_steps": 3, "exchange": "gather"},
     **{"equilibrate": "rc", "neuron_beta2": 0.5, "neuron_eps": 0.5, "neuron_norm": "direction", "block_grid": 2},
     **{"period": 7, "phase": 2, "stagger": True, "block_lr_ratio": 0.5, "row_lr_ratio": 0.5, "sign_lr_ratio": 0.5},
