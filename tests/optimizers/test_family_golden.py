@@ -259,6 +259,7 @@ def test_exact_variance_reduction_compares_one_batch_at_two_weights(cls):
         g, before = (gradient(t) + 2 * t * (x - initial_weight()) for x in (w.detach(), last))
         other.grad, last = g + 0.025 * 0.95 / 0.05 * (g - before), w.detach().clone()
         optimizer.step()
+        optimizer.zero_grad()
         base.step()
     assert equal(w.detach(), other.detach(), 1e-14)
     w.grad = gradient(1)
@@ -302,6 +303,17 @@ def test_dynamic_maps_are_those_of_bitsandbytes():
     assert signed[signed > 0][0].item() == pytest.approx(5.5e-7, rel=1e-6)
     assert unsigned[1].item() == pytest.approx(3.25e-7, rel=1e-6) and unsigned[0] == 0
     assert equal(signed[1:-1].flip(0)[:127], -signed[1:128], 2e-2)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_nearest_value_is_found_for_every_float(signed):
+    values = torch.tensor(dynamic_map(signed))
+    half_way = (values[1:] + values[:-1]) / 2
+    around = [torch.nextafter(half_way, torch.full_like(half_way, to)) for to in (-2.0, 2.0)]
+    every = torch.arange(-(2**31), 2**31, 4093).to(torch.int32).view(torch.float32)  # also subnormal ones
+    x = torch.cat([half_way, *around, torch.tensor([0.0, -0.0, 1.0, -1.0]), every[every.abs() <= 1]])
+    found = CODES["dynamic8" if signed else "dynamic8_unsigned"].encode(x)
+    assert torch.equal(found.long(), torch.bucketize(x, half_way))
 
 
 @pytest.mark.parametrize("n", [512, 700, 2048, 2049, 5000])

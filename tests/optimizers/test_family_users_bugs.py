@@ -168,6 +168,7 @@ def test_a_thawed_parameter_has_its_own_weights_as_those_of_before_the_last_step
             (first.square().sum() + second.square().sum()).backward()
         (first.square().sum() + second.square().sum()).backward()
         optimizer.step()
+        optimizer.zero_grad()
         second.requires_grad_(True)
     assert all(equal(w, values(1, 6, 8)) for w in seen) and not equal(second, seen[0], 1e-6)
 
