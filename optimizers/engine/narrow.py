@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any, Literal, get_args
 
 import torch
@@ -32,9 +34,10 @@ def narrowed(cargo: Cargo, group: Mapping[str, Any], layout: Layout, rows: Tenso
         spans = torch.searchsorted(rows, edges).tolist()
     else:
         each = {rect.row: count_of(group, rect.rows) for rect in layout.shares if rect.rows}
-        before = [sum(count for row, count in each.items() if row < rect.row) for rect in layout.shares]
-        counts = [count_of(group, rect.rows) for rect in layout.shares]
-        spans = [(first, first + count) for first, count in zip(before, counts, strict=True)]
+        starts = sorted(each)
+        before = list(accumulate((each[row] for row in starts), initial=0))
+        firsts = [before[bisect_left(starts, rect.row)] for rect in layout.shares]
+        spans = [(n, n + count_of(group, rect.rows)) for n, rect in zip(firsts, layout.shares, strict=True)]
     shares = tuple(
         Rect(first, last - first, rect.column, rect.columns)
         for (first, last), rect in zip(spans, layout.shares, strict=True)

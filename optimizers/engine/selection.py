@@ -85,27 +85,24 @@ def _largest(norms: Tensor, count: int) -> Tensor:
 
 def _planned(task: Task) -> Selected:
     """As many rows of each rank's share."""
-    group, layouts = task.group, task.job.layouts
-    here = [rect for layout in layouts for _, rect, _ in layout.here]
-    rows = [torch.arange(count_of(group, rect.rows), device=task.job.device) for rect in here]
-    if not task.travels:
-        return Selected(rows)
-    narrow = tuple(narrowed(one, group, layout) for one, layout in zip(task.job.bucket.cargo, layouts, strict=True))
-    return Selected(rows, replace(task.job.bucket, cargo=narrow))
+    here = [rect for layout in task.job.layouts for _, rect, _ in layout.here]
+    rows = [torch.arange(count_of(task.group, rect.rows), device=task.job.device) for rect in here]
+    return Selected(rows, task.job.bucket if task.travels else None)
 
 
 def _selected(task: Task, on_host: Iterator[Tensor], on_device: Iterator[Tensor]) -> Selected:
     rows, cargo = [], []
-    travelling = iter(task.job.bucket.cargo if task.travels else ())
+    bucket = task.job.bucket if task.travels else None  # as planned if each rank's share has its fixed number
+    moves = bucket is not None and task.group["selection"] == "global"
+    travelling = iter(bucket.cargo if moves else ())
     for layout in task.job.layouts:
         for _, rect, _ in layout.here:
             host, device = next(on_host), next(on_device)
             first, last = torch.searchsorted(host, torch.tensor([rect.row, rect.row + rect.rows])).tolist()
             rows.append(device[first:last] - rect.row)
-            if task.travels:
-                whole = None if task.group["selection"] == "local" else host
-                cargo.append(narrowed(next(travelling), task.group, layout, whole))
-    return Selected(rows, replace(task.job.bucket, cargo=tuple(cargo)) if task.travels else None)
+            if moves:
+                cargo.append(narrowed(next(travelling), task.group, layout, host))
+    return Selected(rows, replace(bucket, cargo=tuple(cargo)) if moves else bucket)
 
 
 def take_rows(task: Task, buffers: Sequence[Tensor], outs: Sequence[Tensor | None]) -> None:
