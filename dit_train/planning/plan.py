@@ -140,18 +140,18 @@ def plan_optimizer(config: OptimizerConfig, model: ModelPlan, say: Say) -> Optim
     period = period[-1][1] if isinstance(period, tuple) else period  # a schedule's last, which holds for good
     period = math.nan if period == "auto" else period
     kinds = ["refresh"] * algorithm.can_refresh + ["other"] * (has_period(config) or not algorithm.can_refresh)
-    found = {kind: _step_cost(steps, kind, model) for kind in kinds}
+    found = {kind: _step_cost(steps, kind, model, simulate.products_dtype(config)) for kind in kinds}
     return OptimizerPlan(
         config, period, OptimizerCost(found.get("refresh"), found.get("other")), memory.states(steps, world)
     )
 
 
-def _step_cost(steps: Any, kind: str, model: ModelPlan) -> StepCost:
+def _step_cost(steps: Any, kind: str, model: ModelPlan, products: str) -> StepCost:
     plan = steps.plan
     buckets = len(plan.buckets) if kind == "refresh" else 0
     # of rank 0's replica alone where replicas do the same
     flops_, sent = ({rank: by[rank] for rank in plan.ranks} for by in (plan.flops(kind), plan.bytes_sent(kind)))
-    return StepCost(flops_, sent, buckets, simulate.optimizer_step(model.steps.dit, steps))
+    return StepCost(flops_, sent, products, buckets, simulate.optimizer_step(model.steps.dit, steps))
 
 
 def settled(
@@ -186,5 +186,6 @@ def gathered(plan: OptimizerPlan, model: ModelPlan) -> OptimizerPlan:
     for operator, count in owners.simulated.recorder.operators.items():
         walked = operator.bytes * flops_[0] // max(1, owners.flops[0])
         recorder.operators[operator._replace(bytes=operator.bytes if operator.flops else walked)] += count
-    cost = StepCost(flops_, sent, len(steps.plan.buckets), simulate.OptimizerStep(recorder, owners.simulated.peak))
+    simulated, count = simulate.OptimizerStep(recorder, owners.simulated.peak), len(steps.plan.buckets)
+    cost = StepCost(flops_, sent, owners.products, count, simulated)
     return dataclasses.replace(plan, cost=OptimizerCost(cost, plan.cost.between))

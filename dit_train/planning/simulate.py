@@ -28,6 +28,7 @@ from dit_train.parallel.mesh import World, joined
 from dit_train.parallel.precision import DTYPES
 from dit_train.planning.record import Recorder
 from dit_train.run import faults, optimizer
+from optimizers.orthogonal.coefficients import is_gram, needs_full_precision
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,14 @@ def compute_dtype(config: Config) -> str:
     return "fp32" if config.train.compute_dtype == "fp32" else "bf16"
 
 
+def products_dtype(config: OptimizerConfig) -> str:
+    """``bf16``, which stands for all of 16 bits, or ``fp32``: what GPUs multiply an optimizer's matrices in."""
+    asked = getattr(config, "ns_dtype", "fp32")  # products without Newton–Schulz are those of low-rank steps
+    if asked == "auto":
+        return "fp32" if needs_full_precision(config.ns_coefficients) else "bf16"
+    return asked
+
+
 def build(config: Config, images: Summary, world: World) -> DiT:
     """The sharded model on the meta device: placements, but no memory, not even fake."""
     with torch.device("meta"):
@@ -103,19 +112,20 @@ def build(config: Config, images: Summary, world: World) -> DiT:
 
 
 def build_optimizer(config: OptimizerConfig, dit: DiT, **settings: Any) -> Any:
-    """The real optimizer, with Newton–Schulz in bf16 unless the config says otherwise, and matrices not staggered.
+    """The real optimizer, with Newton–Schulz in the dtype of GPUs, and matrices not staggered.
 
-    Staggered ones cost the same over a period.
+    Staggered ones cost the same over a period. Gram sets, which take fp16 on GPUs alone, are in fp32 here, so that
+    their peak of memory is one from above.
 
     Raises:
         ConfigError: for options that do not fit the shards.
     """
     names = {field.name for field in dataclasses.fields(config)}
     fixed = {"stagger": False, "phase": 0, "compile": False, **settings}
-    if getattr(config, "ns_dtype", None) == "auto":
-        fixed["ns_dtype"] = "bf16"
-    config = dataclasses.replace(config, **{key: value for key, value in fixed.items() if key in names})
     try:
+        if getattr(config, "ns_dtype", None) == "auto":
+            fixed["ns_dtype"] = "fp32" if is_gram(config.ns_coefficients) else products_dtype(config)
+        config = dataclasses.replace(config, **{key: value for key, value in fixed.items() if key in names})
         return optimizer.build(config, dit)
     except ValueError as error:
         raise ConfigError(f"optimizer: {error}") from None

@@ -31,13 +31,15 @@ class StepCost:
     """Newton–Schulz, and row steps, by rank."""
     bytes_sent: Mapping[int, int]
     """By rank."""
+    products: str
+    """``bf16`` or ``fp32``: the dtype of the matrix products."""
     buckets: int
     simulated: OptimizerStep
     """The same step on rank 0."""
 
     def seconds(self, machine: Machine) -> float:
         """Time of the step."""
-        products = machine.product_seconds(max(self.flops.values(), default=0), "bf16")
+        products = machine.product_seconds(max(self.flops.values(), default=0), self.products)
         operators = self.simulated.recorder.operators.items()
         walks = machine.memory_seconds(sum(n * o.bytes for o, n in operators if not o.flops))
         sent = self.simulated.recorder.bytes_sent

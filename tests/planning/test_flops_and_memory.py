@@ -15,7 +15,14 @@ from dit_train.data.sources import Summary
 from dit_train.model.dit import DiT
 from dit_train.model.flops import model_flops
 from dit_train.model.sizes import SIZES, sized
-from dit_train.optimizer_config import AdamWConfig, MuonBPConfig, MuonConfig, OptimizerConfig, PeriodicRowMuonConfig
+from dit_train.optimizer_config import (
+    AdamWConfig,
+    DionConfig,
+    MuonBPConfig,
+    MuonConfig,
+    OptimizerConfig,
+    PeriodicRowMuonConfig,
+)
 from dit_train.planning import machine, memory, simulate
 from dit_train.planning.plan import ADAMW, plan_optimizer, planned
 from dit_train.planning.record import Recorder
@@ -137,6 +144,25 @@ def test_a_simulated_step_of_every_optimizer_sends_what_its_plan_says(tensor):
             numbers = figures(model, plan, adamw, machine.MACHINES["h100"], 0.05)
             assert (numbers["period"] is None) == ("refresh" not in numbers["optimizer"] and plan.period != 1), member
             assert (plan.state_bytes.sum() < adamw.state_bytes.sum()) == (member.name not in LARGE_STATE), member
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        (MuonConfig(), "bf16"),
+        (MuonConfig(ns_dtype="fp32"), "fp32"),
+        (MuonConfig(ns_coefficients="cans"), "fp32"),  # refuses 16 bits
+        (MuonConfig(ns_coefficients="gram_ns5"), "bf16"),  # fp16 on a GPU, refused on the CPU that plans
+        (DionConfig(), "fp32"),
+    ],
+)
+def test_an_optimizers_products_take_the_time_of_the_dtype_that_a_gpu_multiplies_in(settings, dtype):
+    with planned(Config(model=SMALL, train=TrainConfig(batch=8)), LATENTS, 1, quiet) as model:
+        cost = plan_optimizer(settings, model, quiet).cost.kind(True)
+    products_alone = dataclasses.replace(machine.MACHINES["h100"], memory_gbs=1e30)
+    peak = {"bf16": products_alone.bf16_tflops, "fp32": products_alone.fp32_tflops}[dtype]
+    expected = max(cost.flops.values()) / (peak * 1e12 * products_alone.efficiency)
+    assert cost.seconds(products_alone) == pytest.approx(expected) and expected > 0
 
 
 LARGE_STATE = ("adamw", "mars_adamw", "mars_muon", "dion")

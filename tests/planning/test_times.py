@@ -38,12 +38,13 @@ def steps_of(draw):
     norm = recorded([Operator(0, weights // 64, "fp32")], [("allreduce_", 16, RANKS)])
     model = ModelSteps(None, [(draw.choice([1, 4]), one)], norm)
     walk = Operator(0, weights // 32, "fp32")
-    plain = StepCost({0: 0}, {0: 0}, 0, OptimizerStep(recorded([walk]), 0))
+    plain = StepCost({0: 0}, {0: 0}, "bf16", 0, OptimizerStep(recorded([walk]), 0))
     exchange = [("alltoall_base_", int(weights * 10 ** draw.uniform(-3, 0)), RANKS)] * 4
     refresh = recorded([walk, walk], exchange)
     products = {0: int(work * draw.uniform(0.01, 2))}
-    cost = StepCost(products, {0: refresh.bytes_sent, 1: 2 * refresh.bytes_sent}, 2, OptimizerStep(refresh, 0))
-    between = StepCost({0: 0}, {0: 0}, 0, OptimizerStep(recorded([walk]), 0))
+    sent = {0: refresh.bytes_sent, 1: 2 * refresh.bytes_sent}
+    cost = StepCost(products, sent, "bf16", 2, OptimizerStep(refresh, 0))
+    between = StepCost({0: 0}, {0: 0}, "bf16", 0, OptimizerStep(recorded([walk]), 0))
     return model, OptimizerCost(cost, between), OptimizerCost(None, plain)
 
 
