@@ -63,7 +63,10 @@ def read(files: Sequence[str], overrides: Sequence[str], ranks: int) -> Config:
     """
     config = overlays.read(files, overrides)
     if not optimizer.is_auto(config.optimizer):
-        raise ConfigError("optimizer.period: has to be auto; add --optimizer.period auto to muon_bp's or row_muon's")
+        raise ConfigError(
+            "optimizer.period: has to be auto; add --optimizer.period auto to muon_bp's, periodic_row_muon's or "
+            "periodic_sign_muon's"
+        )
     check_batch(config, ranks // check_parallel(config, ranks))
     check_model(config.model, sources.check(config.data).image_size)
     return config

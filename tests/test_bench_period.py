@@ -47,7 +47,7 @@ def test_the_overhead_is_the_mean_over_a_period_of_the_medians_of_its_kinds_of_s
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--optimizer.period", "3"], "optimizer.period: has to be auto"),
+        (["--optimizer.period", "3"], "add --optimizer.period auto to muon_bp's, periodic_row_muon's or"),
         (["--optimizer.period", "auto", "--model.widht", "64"], "model.width"),
         (["--optimizer.period", "auto", "--steps", "0"], "--steps: '0' is no whole number"),
     ],
