@@ -59,15 +59,19 @@ class Figures:
         self._waited, self._seconds = self._waited + waited, self._seconds + seconds
         if self._due(self._log_every, self._run.state.step):
             row |= self._of_the_worst_rank()
+        return row
+
+    def of_update(self) -> dict[str, float]:
+        """What the last update's time went to, zeros if the step made none, and its norms; on a GPU waits for its end.
+
+        Called once for each step, before the next update.
+        """
+        spans = self._run.optimizer.span_ms if self._updated else {}
+        row = {f"optimizer_{part}_ms": spans.get(part, 0.0) for part in _PARTS}
         if self._squares is not None:
             row |= self._norms.read(self._squares, 1 / self._clipped_by)
             self._squares = None
         return row
-
-    def of_update(self) -> dict[str, float]:
-        """What the last update's time went to, zeros if the step made none; on a GPU waits for its end."""
-        spans = self._run.optimizer.span_ms if self._updated else {}
-        return {f"optimizer_{part}_ms": spans.get(part, 0.0) for part in _PARTS}
 
     def _due(self, every: int, step: int) -> bool:
         return step % every == 0 or step == self._run.config.train.steps

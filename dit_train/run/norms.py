@@ -69,12 +69,11 @@ class Norms:
 
     def _squares(self, tensors: list[Tensor | None]) -> Tensor:
         """‖x‖² of each, fp64 [len(tensors)]; 0 for None and for a rank's share without elements."""
-        squares = self._members.new_zeros(len(tensors))
-        found = [i for i, tensor in enumerate(tensors) if tensor is not None and tensor.numel()]
-        if found:
-            norms = torch.stack(torch._foreach_norm([tensors[i] for i in found]))
-            squares[torch.tensor(found, device=squares.device)] = norms.double().square()
-        return squares
+        there = [tensor is not None and tensor.numel() > 0 for tensor in tensors]
+        found = [tensor for tensor, is_there in zip(tensors, there, strict=True) if is_there]
+        norms = iter(torch._foreach_norm(found) if found else ())
+        nothing = self._members.new_zeros(())
+        return torch.stack([next(norms) if is_there else nothing for is_there in there]).double().square()
 
 
 def part_of(name: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from dit_train import config as settings
 from dit_train.diffusion.objectives import velocity_loss
 from dit_train.model.flops import model_flops
-from dit_train.run import figures, loop, norms, optimizer, tracking
+from dit_train.run import figures, loop, metrics, norms, optimizer, tracking
 from dit_train.run.stop import StopRequest
 from dit_train.run.validation import BUCKETS, HeldOut
 from tests.run.test_loop import plan, prepared, rows, world
@@ -94,6 +94,22 @@ def test_a_device_without_a_known_peak_has_no_mfu_and_an_update_left_out_no_norm
 def test_norms_can_be_switched_off(tmp_path, world):
     assert loop.train(plan(tmp_path, "--run.norms_every", "0", "--train.steps", "2"), StopRequest()) == 0
     assert not any("_norm/" in key for row in rows(tmp_path, "metrics.jsonl") for key in row)
+
+
+def test_norms_are_not_waited_for_between_an_update_and_the_next_forward(tmp_path, world, monkeypatch):
+    """Where a device is asked late, as a GPU is; each row still has its own norms, by its own clipping."""
+    told, found, read, forward = [], [], norms.Norms.read, loop._forward_backward
+    monkeypatch.setattr(norms.Norms, "read", lambda *given: (told.append("norms"), read(*given))[1])
+    monkeypatch.setattr(loop, "_forward_backward", lambda *given: (told.append("forward"), forward(*given))[1])
+    for name, late in (("at_once", False), ("late", True)):
+        monkeypatch.setattr(metrics, "is_late", lambda device, late=late: late)
+        told.clear()
+        assert (
+            loop.train(plan(tmp_path / name, "--run.norms_every", "1", "--train.clip_norm", "0.1"), StopRequest()) == 0
+        )
+        found.append([{k: v for k, v in row.items() if "_norm" in k} for row in rows(tmp_path / name, "metrics.jsonl")])
+    assert told == ["forward", "forward", "norms", "forward", "norms", "forward", "norms", "norms"]
+    assert found[0] == found[1] and len({row["update_norm/mlp"] for row in found[0]}) == 4
 
 
 @pytest.mark.parametrize(
