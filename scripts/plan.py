@@ -19,16 +19,15 @@ FILE holds machine (its settings), plans (a list) and published (of a comparison
 modelled by exchange).
 
 A plan holds size (of a comparison), ranks, mesh (ranks by dimension), parameters, images_a_rank, optimizer_name, period
-(null: no refresh), activation_checkpointing, flops_an_image (per_token, per_image, attention,
-total), memory (bytes, max and mean over ranks, of parameters, gradients, optimizer_states, average, gathered_weights,
-whole_gradients, activations and peak; peak_in says when; of one plan also peak_without_checkpointing and
-peak_with_full_checkpointing, which are rows of a comparison), model_traffic (forward, backward, rest: collectives and
-bytes_sent of a rank in a step), optimizer (refresh, between: flops, bytes_sent, collectives, buckets, seconds;
-bytes_a_step, mean over a period), time (seconds: forward, backward, second_pass, rest, waiting_for_links, optimizer,
-step;
-optimizer_share, against_adamw, tflops, mfu, images_a_second), time_if_gathered (of a comparison: time of the published
-form), periods (1 to 16: period, step_seconds, against_adamw, against_hidden), budget and smallest_period (of 1 to 64;
-null: none). The last three are there for optimizers with a period alone.
+(null: no refresh), activation_checkpointing, flops_an_image (per_token, per_image, attention, total), memory (bytes,
+max and mean over ranks, of parameters, gradients, optimizer_states, average, gathered_weights, whole_gradients,
+activations and peak; peak_in says when; of one plan also peak_without_checkpointing and peak_with_full_checkpointing,
+which are rows of a comparison), model_traffic (forward, backward, rest: collectives and bytes_sent of a rank in a
+step), optimizer (refresh, between: flops, bytes_sent, collectives, buckets, seconds; bytes_a_step, mean over a period),
+time (seconds: forward, backward, second_pass, rest, waiting_for_links, optimizer, step; optimizer_share, against_adamw,
+tflops, mfu, images_a_second), time_if_gathered (of a comparison: time of the published form), periods (1 to 16: period,
+step_seconds, against_adamw, against_hidden), budget and smallest_period (of 1 to 64; null: none). The last three are
+there for optimizers with a period alone.
 """
 
 from __future__ import annotations

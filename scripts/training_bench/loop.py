@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from dit_train.run import loop, setup
 from dit_train.run.stop import StopRequest
 from dit_train.run.tracking import Reporter
 
+from .clock import now
 from .ratios import ratio, spread
 
 COUNTED = 10
@@ -86,10 +86,10 @@ class Turns:
         """A step of ours has ended; all ranks call it."""
         self._done += 1
         if self._done == _FIRST:
-            self._since = _now(self.device)
+            self._since = now(self.device)
         if self._done < _FIRST + COUNTED:
             return
-        self.seconds["ours"].append((_now(self.device) - self._since) / COUNTED)
+        self.seconds["ours"].append((now(self.device) - self._since) / COUNTED)
         if self._bare is None:
             self._bare = Bare(self._config, self._data, self.device)
         kinds = ["bare", "bare_averaging"]
@@ -100,10 +100,10 @@ class Turns:
     def _turn(self, bare: Bare, average: bool) -> float:
         for _ in range(_FIRST):
             bare.step(average)
-        start = _now(self.device)
+        start = now(self.device)
         for _ in range(COUNTED):
             bare.step(average)
-        return (_now(self.device) - start) / COUNTED
+        return (now(self.device) - start) / COUNTED
 
     def summary(self) -> dict[str, Any]:
         """Medians and ratios over all turns but the first."""
@@ -115,12 +115,6 @@ class Turns:
             "throughput": ratio(kept["bare"], kept["ours"]),
             "throughput_averaging": ratio(kept["bare_averaging"], kept["ours"]),
         }
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def settings(configs: Sequence[str], words: Sequence[str], rounds: int, folder: Path) -> Config:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from dit_train.diffusion.objectives import velocity_loss
 from dit_train.model.dit import DiT, parameter_count
 from dit_train.model.init import initialize
 
+from .clock import now
 from .plain import like
 from .ratios import ratio, spread
 
@@ -38,27 +38,21 @@ class Contender:
     def step(self, batch: tuple[Tensor, Tensor, Tensor, Tensor], dtype: torch.dtype) -> None:
         """One step, timed."""
         x, t, labels, target = batch
-        start = _now(x.device)
+        start = now(x.device)
         with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
             prediction = self.model(x, t, labels)
         self.loss(prediction, target).backward()
-        middle = _now(x.device)
+        middle = now(x.device)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.gradients.append(middle - start)
-        self.updates.append(_now(x.device) - middle)
+        self.updates.append(now(x.device) - middle)
 
     def seconds(self) -> dict[str, list[float]]:
         """Of every step after the warm-up, and of its two parts."""
         whole = [a + b for a, b in zip(self.gradients, self.updates, strict=True)]
         parts = {"step": whole, "gradients": self.gradients, "update": self.updates}
         return {part: seconds[_WARM_UP:] for part, seconds in parts.items()}
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def contenders(size: ModelConfig, image_size: int, device: torch.device) -> tuple[Contender, Contender]:
