@@ -18,6 +18,7 @@ from optimizer_bench import contenders, link, probes, report
 from optimizer_bench.problem import Settings
 from optimizer_bench.timing import Sample
 
+import optimizers
 from tests.docstrings import keys
 
 ROOT = Path(__file__).parent.parent
@@ -50,6 +51,15 @@ def test_every_contender_has_a_row(smoke):
         assert bool(r["refresh"]) == (r["period"] > 0) and bool(r["cheap"]) == (r["period"] != 1)
         assert {"x_adamw", "x_fused", "x_muon", "x_floor"} <= set(r)
     assert row(result, "Muon")["x_muon"] == {"median": 1, "min": 1}
+
+
+def test_every_class_is_measured_and_has_a_line_in_the_readme():
+    names = [name for name, *_ in contenders.FAMILY]
+    ours = ["AdamW", contenders.MUON, contenders.MUON_BP, contenders.ROW_MUON, "BlockMuon"]
+    classes = {cls.__name__ for _, cls, *_ in contenders.FAMILY} | {name.split()[0] for name in ours}
+    assert classes == {name for name in optimizers.__all__ if name[0].isupper()}
+    measured = (ROOT / "optimizers" / "README.md").read_text().split("| optimizer | ms a step |")[1].split("\n\n")[0]
+    assert not [name for name in [*ours, *names] if f"\n| {name} |" not in measured]
 
 
 def test_the_file_holds_what_the_docstring_lists(smoke):

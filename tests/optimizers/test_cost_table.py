@@ -1,5 +1,6 @@
 """Every cell of the table of the family in ``optimizers/README.md`` is what the census counts."""
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -67,6 +68,32 @@ def test_the_table_has_every_class_and_every_algorithm():
     classes = {re.match(r"`(\w+)`", row[0])[1] for row in ROWS}
     assert classes == {name for name in optimizers.__all__ if name[0].isupper()}
     assert {name for row in ROWS for name in re.findall(r"`(\w+)`", row[1])} == set(ALGORITHMS)
+
+
+WORDS = {
+    "block steps": "blocks",
+    "column steps": "unit columns",
+    "Frobenius steps": "the whole at norm 1",
+    "low-rank steps": "low-rank steps",
+    "row steps": "unit rows",
+    "sign steps": "signs",
+}
+"""What the table says of steps that are no refreshes."""
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_what_happens_between_refreshes_is_what_the_algorithm_does(row):
+    said = row[2]
+    for name in re.findall(r"`(\w+)`", row[1]):
+        algorithm = ALGORITHMS[name]
+        assert (said == "–") == (algorithm.elementwise is not None)
+        assert ("every step" in said) == (algorithm.period == 1)
+        assert ("refreshes" in said) == (algorithm.period == 1 and not algorithm.selects)
+        never = algorithm.period == math.inf or algorithm.together is not None
+        assert ("always" in said or "low-rank" in said) == never
+        assert ("a quarter of the rows" in said) == algorithm.selects
+        found = [steps for steps, words in WORDS.items() if words in said]
+        assert found == ([algorithm.other_steps] if algorithm.other_steps else [])
 
 
 @pytest.mark.long

@@ -2,7 +2,9 @@
 
 import dataclasses
 import inspect
+import re
 import typing
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from dit_train.run import optimizer
 from optimizers.engine.algorithm import ALGORITHMS
 from optimizers.orthogonal.coefficients import resolve
 
+ROOT = Path(__file__).parent.parent.parent
 MEMBERS = typing.get_args(OptimizerConfig)
 MATRICES = [member for member in MEMBERS if hasattr(member, "momentum_dtype")]
 IN_GROUPS = {"params", "param_names", "step"}
@@ -114,6 +117,17 @@ def test_every_class_of_the_library_can_be_named():
     classes = {value for value in classes if issubclass(value, torch.optim.Optimizer)}
     assert set(optimizer._CLASSES.values()) == classes
     assert optimizer._CLASSES.keys() == {member.name for member in MEMBERS}
+
+
+def test_every_algorithm_has_a_config_and_a_line_in_the_comparison_on_digits():
+    configs = {path.stem: path for path in (ROOT / "configs" / "optimizers").glob("*.yaml")}
+    assert configs.keys() == ALGORITHMS.keys()
+    for name, path in configs.items():
+        assert optimizer.build(overlays.read([path]).optimizer, model()).param_groups[0]["algorithm"] == name
+    compared = re.findall(r"^at [\de.,-]+ ((?:\w+ |\\\n *)*\w+)$", (ROOT / "scripts" / "family.sh").read_text(), re.M)
+    assert sorted(word for words in compared for word in words.replace("\\", " ").split()) == sorted(configs)
+    table = (ROOT / "optimizers" / "README.md").read_text().split("| configs/optimizers/ | rate: loss |")[1]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table.split("\n\n")[0], re.M)) == sorted(configs)
 
 
 def test_adamw_has_nothing_to_compile():
