@@ -296,13 +296,26 @@ def test_normalised_neurons_have_equal_rows_after_many_like_gradients():
 # -- 8 bits ---------------------------------------------------------------------------------------------------------
 
 
-def test_dynamic_maps_are_those_of_bitsandbytes():
-    signed, unsigned = (torch.tensor(dynamic_map(s)) for s in (True, False))
-    assert len(signed) == len(unsigned) == 256
-    assert signed[0].item() == pytest.approx(-0.99297, abs=1e-5) and signed[-1] == unsigned[-1] == 1
-    assert signed[signed > 0][0].item() == pytest.approx(5.5e-7, rel=1e-6)
-    assert unsigned[1].item() == pytest.approx(3.25e-7, rel=1e-6) and unsigned[0] == 0
-    assert equal(signed[1:-1].flip(0)[:127], -signed[1:128], 2e-2)
+BITSANDBYTES = {
+    True: [
+        *(-0.9929687, -0.7539062, -0.5148437, -0.2757813, -0.08734375, -0.03953125, -0.00634375, -0.00015625),
+        *(0.00026875, 0.00690625, 0.04234375, 0.09015625, 0.2898437, 0.5289062, 0.7679688, 1.0),
+    ],
+    False: [
+        *(0.0, 0.000240625, 0.001984375, 0.006765625, 0.01773438, 0.04164062, 0.06554688, 0.08945312),
+        *(0.1667969, 0.2863281, 0.4058594, 0.5253906, 0.6449219, 0.7644532, 0.8839843, 1.0),
+    ],
+}
+"""Every 17th of the values that its ``create_dynamic_map`` returns, signed or not."""
+
+
+@pytest.mark.parametrize(("signed", "squares", "least"), [(True, 48.5958377, 5.5e-7), (False, 48.5974521, 3.25e-7)])
+def test_dynamic_maps_are_those_of_bitsandbytes(signed, squares, least):
+    values = torch.tensor(dynamic_map(signed))
+    assert len(values) == 256 and (values.diff() > 0).all()
+    assert values[::17].tolist() == pytest.approx(BITSANDBYTES[signed], abs=1e-7)
+    assert values.square().sum().item() == pytest.approx(squares, rel=1e-6)
+    assert values[values > 0][0].item() == pytest.approx(least, rel=1e-6)
 
 
 @pytest.mark.parametrize("signed", [True, False])
