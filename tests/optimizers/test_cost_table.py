@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import optimizers
 from optimizers.engine.algorithm import ALGORITHMS
@@ -29,12 +31,17 @@ def rows():
 ROWS = list(rows())
 
 
-def cost(cell, m, n, periods):
+def contender(label):
+    """The name of the benchmark's contender that a line of the table is about."""
+    return next(name for name in optimizer_costs.CONTENDERS if re.split(", (?:K|P|a) ", name)[0] == label)
+
+
+def cost(cell, m, n, periods, ranks=RANKS):
     """A cell's formula for one matrix."""
     names = {
-        "C": 4 * m * n * (RANKS - 1) / RANKS**2,
-        "R": 16 * (RANKS - 1) / RANKS,
-        "N": RANKS,
+        "C": 4 * m * n * (ranks - 1) / ranks**2,
+        "R": 16 * (ranks - 1) / ranks,
+        "N": ranks,
         "m": m,
         "n": n,
         "r": min(m, n) // 4,  # of Dion
@@ -48,8 +55,7 @@ def cost(cell, m, n, periods):
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
 def test_state_bytes_and_products_are_those_of_a_step(row):
     label, groups, _, state, sent, products, _ = row
-    label = next(name for name in optimizer_costs.CONTENDERS if re.split(", (?:K|P|a) ", name)[0] == label)
-    found = optimizer_costs.costs_of(optimizer_costs.CONTENDERS[label], RANKS)
+    found = optimizer_costs.costs_of(optimizer_costs.CONTENDERS[contender(label)], RANKS)
     sent, _, period = sent.partition(",")
     periods = {key: int(value) for key, value in re.findall(r"([KP]) = (\d+)", period)}
     shapes = optimizer_costs.SHAPES
@@ -62,6 +68,15 @@ def test_state_bytes_and_products_are_those_of_a_step(row):
     assert sum(found.gflop) / len(found.gflop) == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert len(found.gflop) == next(iter(periods.values()), 1)
     assert set(re.findall(r"`(\w+)`", groups)) <= set(ALGORITHMS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_state_bytes_are_those_of_rows_of_any_length(row):
+    """A formula of scales was right for divisors of 2048 alone."""
+    for m, n in ((700, 16), (16, 700), (8, 2048), (8, 2049), (4, 5000)):
+        (state,) = optimizer_costs.CONTENDERS[contender(row[0])]([nn.Parameter(torch.zeros(m, n))]).state.values()
+        held = sum(x.nbytes for x in state.values())
+        assert held == pytest.approx(m * n * cost(row[3], m, n, {}, ranks=1), rel=1e-9), (m, n)
 
 
 def test_the_table_has_every_class_and_every_algorithm():

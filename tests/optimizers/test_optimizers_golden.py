@@ -5,15 +5,19 @@ import math
 import pytest
 import torch
 
-from optimizers import AdamW, BlockMuon, Muon, MuonBP, PeriodicRowMuon
+from optimizers import AdamW, BlockMuon, Muon, MuonBP, PeriodicRowMuon, RowMuon
 from optimizers.engine.scaling import row_scale, spectral_scale
 from optimizers.orthogonal.coefficients import NS5
 from optimizers.orthogonal.newton_schulz import orthogonalize, orthogonalize_all
 from tests.optimizers.golden import equal, four_steps, gradient, initial_weight, ns5, summary, unit_rows
 
 
-def blocks_of(x, dim):
-    return torch.cat([ns5(part) for part in x.chunk(2, dim)], dim)
+def polar(x):
+    return orthogonalize(x, ((1.875, -1.25, 0.375),) * 40, None, 0.0, torch.float64)
+
+
+def blocks_of(x, dim, normalise=ns5):
+    return torch.cat([normalise(part) for part in x.chunk(2, dim)], dim)
 
 
 @pytest.mark.parametrize(
@@ -21,10 +25,11 @@ def blocks_of(x, dim):
     [
         (ns5, [-1.0715259180, 1.9919388369, 0.3231658024, -0.3443616064]),
         (unit_rows, [-1.9578397168, 2, 0.2126643603, -0.4082482771]),
+        (lambda x: blocks_of(x, 0, polar), [-2.1740190804, 2, 0.1466131233, -0.5204611033]),
         (lambda x: blocks_of(x, 0), [-2.0356175837, 1.6436830673, 0.1409439492, -0.4713774276]),
         (lambda x: blocks_of(x, 1), [-0.4100934791, 2.4163270759, 0.1965273186, -0.1746011944]),
     ],
-    ids=["ns5", "row", "two row blocks", "two column blocks"],
+    ids=["ns5", "row", "two polar row blocks", "two row blocks", "two column blocks"],
 )
 def test_normalisers_match_golden_vectors(normalise, expected):
     assert summary(normalise(gradient(1))) == pytest.approx(expected, abs=1e-7)
@@ -96,6 +101,11 @@ def test_ema_and_heavy_ball_give_the_same_steps():
 
 def test_rows_are_exact_blocks_of_one_row():
     assert equal(torch.cat([ns5(r) for r in gradient(1).split(1)]), unit_rows(gradient(1)), 1e-15)
+    assert equal(four_steps(BlockMuon, block_grid=4), four_steps(RowMuon), 1e-14)
+    for period in (2, 3):
+        rows = four_steps(PeriodicRowMuon, period=period, row_lr_ratio=0.5)
+        of_one = {"block_grid": 4, "block_lr_ratio": 0.5, "momentum_form": "ema"}
+        assert equal(four_steps(MuonBP, period=period, **of_one), rows, 1e-14)
 
 
 def test_block_lr_ratio_multiplies_block_steps_only():
