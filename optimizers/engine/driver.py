@@ -330,7 +330,8 @@ class Driver(torch.optim.Optimizer):
 
         Gradients are None at the start; those that there were before are there again afterwards. What scales the
         present ones, as clipping does, has to scale ``previous_gradients`` too. On the first step the weights are the
-        present ones.
+        present ones. After a forward without a backward, as an evaluation is, FSDP2 still has the root's weights of
+        then gathered and would use those inside: call ``model.reshard()`` before.
         """
         self._keep_up()
         groups = self._exact_groups()
@@ -358,7 +359,7 @@ class Driver(torch.optim.Optimizer):
         return bool(self._exact_groups())
 
     def previous_gradients(self) -> list[Tensor]:
-        """This rank's parts of the gradients that the last ``at_previous_weights`` has taken, in fp32, for scaling."""
+        """This rank's parts of the gradients that the last ``at_previous_weights`` has taken, for scaling."""
         trained = [p for group in self._exact_groups() for p in group["params"] if p.requires_grad]
         return [local(self.state[p]["last_gradient"]) for p in trained]
 
