@@ -5,7 +5,7 @@ arXiv 2411.10438, AGI-Arena/MARS; MARS-M: arXiv 2510.21800.
     W, G: weight and gradient             state: that of AdamW or Muon, and G', as W, fp32
 
     C ← G + γ·μ/(1−μ)·(G − G')           engine/variance.py; μ = β₁ for AdamW
-    C ← C / max(1, ‖C‖_F)                 of a whole parameter; those of all travel in one all-reduce
+    C ← C / max(1, ‖C‖_F / mars_clip)     of a whole parameter; those of all travel in one all-reduce
     G' ← G                                the approximate form; 0 at the start
     G' ← the gradient at the last W       mars_exact=True: of this step's batch, by ``at_previous_weights``; weights of
                                           other groups, as vectors' of AdamW, are the present ones

@@ -150,16 +150,25 @@ def test_auon_s_hybrid_is_muon_of_one_iteration():
     assert equal(four_steps(AuON, form="hybrid"), four_steps(Muon, ns_steps=1))
 
 
+@pytest.mark.parametrize(("adjust", "scale"), [("match_rms_adamw", 0.2 * math.sqrt(6)), ("original", 1.0)])
 @pytest.mark.parametrize("beta1", [0.9, 0.99])
-def test_periodic_sign_steps_take_a_dual_average_and_decay_by_their_own_rate(beta1):
+def test_periodic_sign_steps_take_a_dual_average_and_decay_by_their_own_rate(beta1, adjust, scale):
     w, m = initial_weight(), torch.zeros(4, 6, dtype=torch.float64)
     for t in range(4):
         g = gradient(t + 1)
         u = beta1 * m + (1 - beta1) * g
         m = 0.99 * m + 0.01 * g
-        rate = 0.1 * 0.2 * (math.sqrt(6) if t % 2 == 0 else 0.25)
+        rate = 0.1 * scale * (1 if t % 2 == 0 else 0.25 / math.sqrt(6))
         w = w * (1 - 0.1 * (0.1 if t % 2 == 0 else rate)) - rate * (ns5(u) if t % 2 == 0 else u.sign())
-    assert equal(four_steps(PeriodicSignMuon, period=2, input_momentum=beta1), w, 1e-12)
+    assert equal(four_steps(PeriodicSignMuon, period=2, input_momentum=beta1, adjust_lr_fn=adjust), w, 1e-12)
+
+
+def test_row_muon_adds_epsilon_to_norms():
+    def rule(g, state, t):
+        u = ahead(state, g)
+        return 0.2 * math.sqrt(6) * u / (u.norm(dim=1, keepdim=True) + 0.5)
+
+    assert equal(four_steps(RowMuon, row_eps=0.5), written_out(rule), 1e-14)
 
 
 def test_normuon_s_code_form_keeps_the_norm_of_the_direction():
