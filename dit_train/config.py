@@ -152,7 +152,7 @@ class ParallelConfig:
     reshard_after_forward: bool = True
     """FSDP2: free a block's gathered weights after its forward (ZeRO-3) or keep them to the backward (ZeRO-2)."""
     prefetch: int = 1
-    """Blocks whose weights are gathered ahead of the one that computes."""
+    """Blocks whose weights are gathered ahead of the one that computes; 0: none, but FSDP2 does one in the backward."""
     sync_every_micro_batch: bool = True
     """Reduce gradients after each micro-batch; false saves communication and holds whole gradients."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"

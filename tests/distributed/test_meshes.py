@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from PIL import Image
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -160,27 +159,62 @@ def test_a_run_goes_on_on_another_mesh_and_is_scored_alike(mesh):
     assert pictures[1].std() > 10 and abs(pictures[0] - pictures[1]).max() <= 1  # a level: rounding
 
 
-def reductions_over_replicas() -> list[int]:
-    """All-reduces in each of two micro-batches of a step on two replicas."""
+# --- what FSDP2 sends, and when
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_weights_of_so_many_blocks_are_gathered_ahead_of_the_one_that_computes(ahead):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     from dit_train import overlays
-    from dit_train.data import sources
+    from dit_train.data.sources import Summary
+    from dit_train.planning import simulate
+    from optimizers import census
+
+    depth = 5
+    config = overlays.read([], [*MODEL, "--model.depth", str(depth), P + "prefetch", str(ahead)])
+    forward, backward = {}, {}
+    with simulate.fake_world(config, 2) as world, FakeTensorMode(allow_non_fake_inputs=True), census() as seen:
+
+        def gathered(*_):
+            return sum(count for name, count in seen.calls.items() if "allgather" in name)
+
+        dit = simulate.build(config, Summary(1, 8, 10, 0, 0), world)
+        dit.to_empty(device="cpu")
+        for i, block in enumerate(dit.blocks):
+            block.mlp.register_forward_pre_hook(lambda *_, i=i: forward.update({i: gathered()}))
+            block.mlp.register_full_backward_pre_hook(lambda *_, i=i: backward.update({i: gathered()}))
+        dit(torch.randn(2, 1, 8, 8), torch.rand(2), torch.zeros(2, dtype=torch.int64)).mean().backward()
+    # the root, and each block once in either direction
+    assert forward == {i: 1 + min(depth, i + 1 + ahead) for i in range(depth)}
+    in_backward = max(1, ahead)  # FSDP2 looks one ahead there by itself
+    assert backward == {i: 1 + depth + min(depth, depth - i + in_backward) for i in range(depth)}
+
+
+def reductions_over_replicas() -> list[int]:
+    """All-reduces of the loop's gradients of a step on two replicas: of one, two and four micro-batches."""
+    from types import SimpleNamespace
+
+    from dit_train import overlays
+    from dit_train.data.sources import Summary
     from dit_train.parallel import shard
     from dit_train.parallel.mesh import joined
+    from dit_train.run import loop
+    from dit_train.run.batch import Batch
 
-    config = overlays.read([], [*MODEL, P + "replicas", "2", P + "device", "cpu"])
-    with joined(config.parallel) as world:
-        data = sources.load(config.data)
-        model = shard.build(config.model, config.parallel, data, world, torch.float32, seed=0)
-        counts = []
-        for last in (False, True):
-            model.set_requires_all_reduce(last)
+    images, x = Summary(1, 8, 10, 0, 0), torch.randn(4, 1, 8, 8)
+    batch = Batch(x, torch.rand(4), torch.zeros(4, dtype=torch.int64), x)
+    counts = []
+    for size, sync in ((4, True), (2, True), (1, False)):
+        given = [P + "replicas", "2", P + "sync_every_micro_batch", str(sync).lower(), P + "device", "cpu"]
+        config = overlays.read([], [*MODEL, *given, "--train.micro_batch", str(size)])
+        with joined(config.parallel) as world:
+            model = shard.build(config.model, config.parallel, images, world, torch.float32, seed=0)
             with CommDebugMode() as seen:
-                model(torch.randn(2, 1, 8, 8), torch.rand(2), torch.zeros(2, dtype=torch.int64)).mean().backward()
+                loop._accumulate(SimpleNamespace(config=config, world=world, model=model), batch)
             counts.append(sum(n for op, n in seen.get_comm_counts().items() if "allreduce" in str(op).replace("_", "")))
-        dist.barrier()
     return counts
 
 
 def test_replicas_reduce_once_a_step_and_not_once_a_micro_batch():
-    for first, last in run(reductions_over_replicas, 2, timeout=120):
-        assert first == 0 and last >= 3  # two blocks and the root
+    assert run(reductions_over_replicas, 2, timeout=120) == [[3, 3, 3]] * 2  # two blocks and the root
