@@ -31,6 +31,13 @@ def test_it_writes_what_its_docstring_says(tmp_path, capsys):
     assert [one["period"] for one in numbers["periods"]] == list(range(1, 17))
     text = capsys.readouterr().out
     assert "smallest period within 5.0%" in text and "GiB a rank" in text
+    time, batch = numbers["time"], 8 * numbers["images_a_rank"]
+    parts = [time[part] for part in ("forward", "backward", "second_pass", "rest", "optimizer")]
+    assert time["step"] == pytest.approx(sum(parts)) and min(parts) == time["second_pass"] == 0
+    assert time["optimizer_share"] == pytest.approx(time["optimizer"] / time["step"])
+    assert time["images_a_second"] == pytest.approx(batch / time["step"])
+    rate = numbers["flops_an_image"]["total"] * batch / 8 / time["step"] / 1e12
+    assert time["tflops"] == pytest.approx(rate) and time["mfu"] == pytest.approx(rate / 66.9)  # of fp32
 
 
 def test_an_auto_period_is_the_smallest_of_that_machine_within_the_budget(tmp_path):
@@ -99,6 +106,8 @@ def test_a_comparison_has_a_row_for_each_and_shares_the_models(tmp_path, capsys)
     assert all(one["time_if_gathered"]["step"] > one["time"]["step"] for one in found["plans"])
     cuts = [row["modelled"] for row in found["published"] if "against muon" in row["what"]]
     assert len(cuts) == 2 and all(float(cut["gather"][:-1]) < float(cut["owner"][:-1]) < 0 for cut in cuts)
+    told = {word for row in found["published"] for word in row["published"].split()}
+    assert told >= {"-15.7", "-24.3", "105.09", "113.37", "117.30"}  # arXiv 2608.20818, 2510.16981
     assert "published, measured" in said.out and "modelled, owner" in said.out
 
 
