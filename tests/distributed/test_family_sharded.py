@@ -47,12 +47,19 @@ EVERYWHERE: list[tuple[type, dict]] = [
     (o.Dion, {"rank_fraction": 0.3, **MARS}),
     (o.MarsMuon, FP32),
     (o.MarsMuon, {"mars_clip": None, **FP32}),
+    (o.MarsMuon, {"mars_exact": True, **FP32}),
     (o.PeriodicRowMuon, {**STEPS, **MARS, **NEURONS, **FP32}),
     (o.PeriodicRowMuon, {**STEPS, **MARS, **NEURONS, "stagger": True, "equilibrate": "c", **FP32}),
 ]
 """Whose result does not depend on how many ranks there are, under any sharding."""
 
-ELEMENTWISE: list[tuple[type, dict]] = [(o.MarsAdamW, {}), (o.Lion, {}), (o.SGD, {}), (o.AdamW8bit, {})]
+ELEMENTWISE: list[tuple[type, dict]] = [
+    (o.MarsAdamW, {}),
+    (o.MarsAdamW, {"mars_exact": True}),
+    (o.Lion, {}),
+    (o.SGD, {}),
+    (o.AdamW8bit, {}),
+]
 
 EIGHT_BIT: list[tuple[type, dict]] = [
     (o.Muon8bit, FP32),
@@ -76,12 +83,27 @@ def weights(shapes, mesh=None, placements=()):
     return [nn.Parameter(w) for w in full]
 
 
+def take_step(optimizer, params, step):
+    """One on gradients of this number, to which the weights are added, so that those at the last weights are others."""
+    exact = optimizer.takes_previous
+    if exact:
+        with optimizer.at_previous_weights():
+            pull_back(params, step)
+    (pull_back if exact else set_gradients)(params, step)
+    optimizer.step()
+
+
+def pull_back(params, step):
+    set_gradients(params, step)
+    for p in params:
+        p.grad += 10 * p.detach()
+
+
 def train(cls, options, shapes, mesh=None, placements=(), steps=4):
     params = weights(shapes, mesh, placements)
     optimizer = cls(params, lr=0.02, **options)
     for step in range(steps):
-        set_gradients(params, step)
-        optimizer.step()
+        take_step(optimizer, params, step)
     return [p.detach() if mesh is None else p.full_tensor() for p in params], optimizer
 
 
@@ -205,8 +227,7 @@ def case_state_survives_a_checkpoint_with_its_dtype_and_goes_on():
         params = list(net.parameters())
         optimizer = cls(params, lr=0.02, **options)
         for step in range(3):
-            set_gradients(params, step)
-            optimizer.step()
+            take_step(optimizer, params, step)
         saved = {"optimizer": get_optimizer_state_dict(net, optimizer)}
         with folder() as path:
             dcp.save(saved, checkpoint_id=path)
@@ -226,8 +247,7 @@ def case_state_survives_a_checkpoint_with_its_dtype_and_goes_on():
         for one in (optimizer, other):
             for p, w in zip(params, before, strict=True):
                 p.data.copy_(w)
-            set_gradients(params, 3)
-            one.step()
+            take_step(one, params, 3)
             after.append([p.full_tensor() for p in params])
         assert largest_difference(*after) == 0, (cls, options)
 
@@ -255,6 +275,8 @@ def case_an_error_of_one_rank_is_one_of_all():
     ):
         with pytest.raises(ValueError, match=words):
             build(weights([(12, 8)], mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match="neuron_beta2 normalises whole rows, but blocks here hold parts of them"):
+        o.BlockMuon(weights([(12, 8)], mesh, [Shard(1)]), neuron_beta2=0.9)
 
 
 def case_neurons_of_blocks_are_those_of_a_shard_also_beside_an_empty_one():
