@@ -208,11 +208,10 @@ def _per_step(run: Finished, key: str) -> float:
     timed = run.steps[_WARM_UP:] or run.steps
     if not isinstance(period, int):
         return statistics.fmean(row[key] for row in timed)
-    medians = []
-    for phase in range(period):
-        values = [row[key] for row in timed if row["step"] % period == phase]
-        medians += [statistics.median(values)] if values else []
-    return statistics.fmean(medians)
+    phases: dict[int, list[float]] = {}
+    for row in timed:
+        phases.setdefault(row["step"] % period, []).append(row[key])
+    return statistics.fmean(map(statistics.median, phases.values()))
 
 
 def draw_curves(runs: Sequence[Finished], path: Path) -> None:

@@ -61,7 +61,7 @@ def stagger_offsets(costs: Sequence[int], period: float | Schedule) -> list[int]
         period = max((value for _, value in period if not math.isinf(value)), default=math.inf)
     if math.isinf(period):
         return [0] * len(costs)
-    idle = [(0, offset) for offset in range(int(period))]
+    idle = [(0, offset) for offset in range(min(int(period), len(costs)))]  # no more are taken
     offsets = [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         load, offsets[i] = heapq.heappop(idle)

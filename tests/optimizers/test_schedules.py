@@ -63,6 +63,10 @@ def test_one_value_from_step_0_is_that_number():
                        four_steps(MuonBP, period=3, block_lr_ratio=0.5))  # fmt: skip
 
 
+def test_a_period_that_never_ends_is_dealt_at_once():
+    assert stagger_offsets([1, 3, 2], 10**15) == stagger_offsets([1, 3, 2], 3) == [2, 0, 1]
+
+
 def test_staggered_matrices_refresh_once_in_every_period_of_a_schedule():
     assert stagger_offsets([1, 1, 1, 1], ((0, 2), (8, 4))) == stagger_offsets([1, 1, 1, 1], 4)
     params = [nn.Parameter(initial_weight()) for _ in range(4)]
