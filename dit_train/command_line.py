@@ -14,6 +14,8 @@ from dit_train import console, exits
 _SECONDS_FOR_RANK_0 = 5
 """What all ranks meet, rank 0 tells: torchrun ends the others when it leaves. What one meets alone, it tells itself."""
 
+_PICTURES = (".png", ".pdf", ".svg")
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, also those of its commands."""
@@ -34,9 +36,29 @@ def refuse(text: str) -> int:
 def new_file(text: str) -> Path:
     """The type of an argument that names a file to be written: known to fit before any work is done."""
     path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{path} cannot be written: name a file in a folder that exists")
+    try:
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise argparse.ArgumentTypeError(f"{path} cannot be written: name a file in a folder that exists")
+        _try_to_write(path)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be written ({error.strerror}); name another") from None
     return path
+
+
+def _try_to_write(path: Path) -> None:
+    """Raise the OSError that writing would; what is there stays as it is. Pipes and the like are not opened."""
+    there = path.exists()
+    if not there or path.is_file():
+        path.open("ab").close()
+    if not there:
+        path.unlink(missing_ok=True)
+
+
+def new_picture(text: str) -> Path:
+    """The type of an argument that names a picture to be written, as ``new_file``."""
+    if Path(text).suffix not in _PICTURES:
+        raise argparse.ArgumentTypeError(f"{text} names no picture: end it with {', '.join(_PICTURES)}")
+    return new_file(text)
 
 
 def positive(text: str) -> int:

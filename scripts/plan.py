@@ -18,16 +18,17 @@ Times are modelled from stated peaks (dit_train/planning/machine.py has their so
 FILE holds machine (its settings), plans (a list) and published (of a comparison: what, published, and
 modelled by exchange).
 
-A plan holds size (of a comparison), ranks, mesh (ranks by dimension), parameters, images_a_rank, optimizer_name, period
-(null: no refresh), activation_checkpointing, flops_an_image (per_token, per_image, attention, total), memory (bytes,
-max and mean over ranks, of parameters, gradients, optimizer_states, average, gathered_weights, whole_gradients,
-activations and peak; peak_in says when; of one plan also peak_without_checkpointing and peak_with_full_checkpointing,
-which are rows of a comparison), model_traffic (forward, backward, rest: collectives and bytes_sent of a rank in a
-step), optimizer (refresh, between: flops, bytes_sent, collectives, buckets, seconds; bytes_a_step, mean over a period),
-time (seconds: forward, backward, second_pass, rest, waiting_for_links, optimizer, step; optimizer_share, against_adamw,
-tflops, mfu, images_a_second), time_if_gathered (of a comparison: time of the published form), periods (1 to 16: period,
-step_seconds, against_adamw, against_hidden), budget and smallest_period (of 1 to 64; null: none). The last three are
-there for optimizers with a period alone.
+A plan holds size (of a comparison), ranks, mesh (ranks by dimension), parameters, images_a_rank, optimizer_name (in a
+comparison of several of one name that of the file), period (null: no refresh), activation_checkpointing,
+flops_an_image (per_token, per_image, attention, total), memory (bytes, max and mean over ranks, of parameters,
+gradients, optimizer_states, average, gathered_weights, whole_gradients, activations and peak; peak_in says when; of one
+plan also peak_without_checkpointing and peak_with_full_checkpointing, which are rows of a comparison), model_traffic
+(forward, backward, rest: collectives and bytes_sent of a rank in a step), optimizer (refresh, between: flops,
+bytes_sent, collectives, buckets, seconds; bytes_a_step, mean over a period), time (seconds: forward, backward,
+second_pass, rest, waiting_for_links, optimizer, step; optimizer_share, against_adamw, tflops, mfu, images_a_second),
+time_if_gathered (of a comparison: time of the published form), periods (1 to 16: period, step_seconds, against_adamw,
+against_hidden), budget and smallest_period (of 1 to 64; null: none). The last three are there for optimizers with a
+period alone.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from dit_train import overlays
-from dit_train.command_line import Parser, new_file, positive, refuse
+from dit_train.command_line import Parser, new_file, new_picture, positive, refuse
 from dit_train.config import Config, ConfigError
 from dit_train.data import sources
 from dit_train.model.sizes import SIZES
+from dit_train.optimizer_config import OptimizerConfig
 from dit_train.planning.machine import MACHINES, Machine
 
 LARGE = ("1.3B", "2.3B", "4B", "9B", "15B")
@@ -67,7 +70,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     )
     parser.add_argument("--size", action="append", choices=tuple(SIZES), help="model size; several to compare")
     parser.add_argument("--optimizer", action="append", metavar="FILE", help="optimizer config; several to compare")
-    parser.add_argument("--compare", type=new_file, metavar="FILE.png", help="all sizes and optimizers; the picture")
+    parser.add_argument("--compare", type=new_picture, metavar="FILE.png", help="all sizes and optimizers; the picture")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="where all numbers go")
     for field in _SETTINGS:
         kind = positive if field.name == "gpus_per_node" else _above_zero
@@ -112,6 +115,30 @@ def images_of(chosen: argparse.Namespace, config: Config) -> sources.Summary:
     return sources.Summary(chosen.channels, chosen.image_size, chosen.classes, 0, 0)
 
 
+def named(files: Sequence[str], optimizers: Sequence[OptimizerConfig]) -> dict[str, OptimizerConfig]:
+    """The optimizers by what tells them apart in a comparison: their names, else those of their files, else paths."""
+    for names in ([one.name for one in optimizers], [Path(file).stem for file in files]):
+        if len(set(names)) == len(names):
+            return dict(zip(names, optimizers, strict=True))
+    return dict(zip(files, optimizers, strict=True))
+
+
+def write(chosen: argparse.Namespace, numbers: dict[str, Any]) -> None:
+    """The files that were asked for.
+
+    Raises:
+        OSError: one cannot be written.
+    """
+    if chosen.json:
+        chosen.json.write_text(json.dumps(numbers, indent=1) + "\n")
+        print(f"\n{chosen.json}")
+    if chosen.compare:
+        from dit_train.planning import compare
+
+        compare.draw(numbers["plans"], machine_of(chosen), chosen.compare)
+        print(f"\n{chosen.compare}")
+
+
 def say(text: str) -> None:
     """Progress."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
@@ -126,12 +153,13 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> tuple[str, dict
     if chosen.compare:
         from dit_train.planning import compare
 
-        optimizers = [overlays.read([*configs, file], overrides).optimizer for file in files or OPTIMIZERS]
-        plans = compare.plans(config, images, chosen.ranks, sizes or LARGE, optimizers, machine, chosen.budget, say)
-        compare.draw(plans, machine, chosen.compare)
+        files = list(dict.fromkeys(files)) or OPTIMIZERS
+        optimizers = named(files, [overlays.read([*configs, file], overrides).optimizer for file in files])
+        sizes = list(dict.fromkeys(sizes)) or LARGE
+        plans = compare.plans(config, images, chosen.ranks, sizes, optimizers, machine, chosen.budget, say)
         published = compare.published(plans)
         numbers = {"machine": dataclasses.asdict(machine), "plans": plans, "published": published}
-        return f"{compare.text(plans, published)}\n\n{chosen.compare}", numbers
+        return compare.text(plans, published), numbers
     if sizes:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, **SIZES[sizes[0]]))
     from dit_train.planning import plan, report
@@ -155,9 +183,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return refuse(f"plan.py: {error}")
     print(text)
-    if chosen.json:
-        chosen.json.write_text(json.dumps(numbers, indent=1) + "\n")
-        print(f"\n{chosen.json}")
+    try:
+        write(chosen, numbers)
+    except OSError as error:
+        return refuse(
+            f"plan.py: {error.filename or 'files'}: {error.strerror or error}; name another place or make room"
+        )
     return 0
 
 

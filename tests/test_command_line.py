@@ -23,6 +23,11 @@ BAD = {
         (["reference", "x", "--out", "a.npz", "--json", "."], "--json: . cannot be written"),
     ],
     "compare.py": [([], "RUN"), (["x"], "--out")],
+    "plan.py": [
+        (["x", "--ranks", "2", "--gpu", "h100", "--compare", "a.xlsx"], "--compare: a.xlsx names no picture: end it"),
+        (["x", "--ranks", "2", "--gpu", "h100", "--compare", "absent/a.png"], "--compare: absent/a.png cannot be"),
+        (["x", "--ranks", "2", "--gpu", "h100", "--json", "a" * 300], "a cannot be written (File name too long)"),
+    ],
     "sweep.py": [
         (["x", "--optimizer", "y"], "--out"),
         (["x", "--optimizer", "y", "--out", "z", "--jobs", "0"], "--jobs: '0' is no whole number"),
@@ -68,3 +73,10 @@ def test_rank_0_tells_first_what_all_ranks_meet(monkeypatch, capsys):
         monkeypatch.setenv("RANK", rank)
         assert command_line.refuse("a\nb") == 2 and capsys.readouterr().err == "a b\n"
     assert len(waited) == 1 and waited[0] > 1
+
+
+def test_to_find_out_whether_a_file_can_be_written_changes_nothing(tmp_path):
+    there, absent = tmp_path / "there", tmp_path / "absent"
+    there.write_text("kept")
+    assert command_line.new_file(str(there)) == there and there.read_text() == "kept"
+    assert command_line.new_file(str(absent)) == absent and not absent.exists()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dit_train import overlays
 from tests.docstrings import keys
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
@@ -89,6 +90,34 @@ def test_what_cannot_be_planned_is_told_in_one_line(arguments, said, capsys):
     errors = capsys.readouterr().err.splitlines()
     assert code == 2 and said in errors[-1]
     assert all(" building " in line or " steps of " in line or " forward and " in line for line in errors[:-1])
+
+
+def test_results_that_cannot_be_written_are_printed_all_the_same(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+
+    def planned(*_about):
+        out.mkdir()
+        return "the table", {"plans": []}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "run", planned)
+        assert plan.main([BASE, *EIGHT, "--json", str(out)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "the table\n" and "name another place" in said.err and str(out) in said.err
+
+
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        (["optimizers/muon", "studies/muon_bp_two_blocks"], ["muon", "muon_bp"]),
+        (["optimizers/scion", "optimizers/scion_row"], ["scion", "scion_row"]),
+        (["optimizers/muon", "scale/muon"], ["optimizers/muon.yaml", "scale/muon.yaml"]),
+    ],
+)
+def test_optimizers_of_one_name_are_told_apart_in_a_comparison(files, names):
+    files = [f"{file}.yaml" for file in files]
+    optimizers = [overlays.read([file]).optimizer for file in files]
+    assert list(plan.named(files, optimizers)) == names
 
 
 @pytest.mark.long

@@ -37,12 +37,12 @@ def plans(
     images: Summary,
     ranks: int,
     sizes: Sequence[str],
-    optimizers: Sequence[OptimizerConfig],
+    optimizers: Mapping[str, OptimizerConfig],
     machine: Machine,
     budget: float | None,
     say: Say,
 ) -> list[Figures]:
-    """`figures` of every size and optimizer, without and with activation checkpointing, which share the model's pass.
+    """`figures` of every size and named optimizer, without and with activation checkpointing, which share a pass.
 
     ``time_if_gathered`` is the time of the published form, in which every rank gathers and orthogonalises every matrix.
 
@@ -59,12 +59,12 @@ def plans(
             settings = with_checkpointing(sized, kept)
             with planned(settings, images, ranks, lambda text, size=size: say(f"{size}: {text}")) as one:
                 # what an optimizer does knows nothing of activations
-                own = own or [plan_optimizer(each, one, say) for each in (ADAMW, *optimizers)]
-                for plan in own[1:]:
+                own = own or [plan_optimizer(each, one, say) for each in (ADAMW, *optimizers.values())]
+                for name, plan in zip(optimizers, own[1:], strict=True):
                     allowed = budget_of(plan.config, budget)
                     plan = settled(plan, one, own[0], machine, allowed)
                     form = time_figures(one, gathered(plan, one), own[0], machine)
-                    row = figures(one, plan, own[0], machine, allowed)
+                    row = figures(one, plan, own[0], machine, allowed) | {"optimizer_name": name}
                     found.append({"size": size, **row, "time_if_gathered": form})
     return found
 
