@@ -82,6 +82,8 @@ class Bucket:
     @cached_property
     def traffic(self) -> tuple[tuple[int, ...], ...]:
         """``traffic[src][owner]``: elements of src's shards that the owner gets."""
+        if len(set(self.replicas)) == 1:
+            return self.home
         ranks = range(self.ranks)
         return tuple(tuple(self.home[src][o] if self.sends(src, o) else 0 for o in ranks) for src in ranks)
 
@@ -90,8 +92,8 @@ class Bucket:
         """``home[rank][owner]``: elements that the owner sends to a rank, which are all that the rank holds."""
         table = [[0] * self.ranks for _ in range(self.ranks)]
         for cargo, owner in zip(self.cargo, self.owners, strict=True):
-            for rank in range(self.ranks):
-                table[rank][owner] += cargo.elements(rank)
+            for row, size in zip(table, cargo.sizes, strict=True):
+                row[owner] += size
         return tuple(map(tuple, table))
 
     @cached_property
