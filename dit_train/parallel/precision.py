@@ -7,11 +7,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from dit_train.config import Config
+from dit_train.config import Config, ConfigError
 from dit_train.data.sources import Dataset
 from dit_train.model.dit import DiT
 from dit_train.parallel.mesh import World
@@ -19,13 +20,21 @@ from dit_train.parallel.shard import shard
 
 _WARM_UP, _TIMED = 2, 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_SECONDS_TO_AGREE = 120.0
+"""That a rank which has run out of memory waits for the others to say so."""
 
 
 def measure(config: Config, data: Dataset, world: World) -> dict[str, float]:
-    """Median milliseconds of a forward and backward of the real sharded model in each dtype, slowest rank's."""
+    """Median milliseconds of a forward and backward of the real sharded model in each dtype, slowest rank's.
+
+    Infinity where a dtype does not fit into the memory of the ranks.
+
+    Raises:
+        ConfigError: it fits into that of some; on those where it does not.
+    """
     times = {}
     for name in ("bf16", "fp32"):  # the smaller one first: it may be the only one that fits
-        times[name] = _time(lambda name=name: _trial_step(config, data, world, DTYPES[name]), world)
+        times[name] = _slowest(_time(lambda name=name: _trial_step(config, data, world, DTYPES[name]), world), name)
         gc.collect()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -65,7 +74,7 @@ def trial(config: Config, data: Dataset, world: World, dtype: torch.dtype) -> tu
 
 
 def _time(make_step: Callable[[], Callable[[], None]], world: World) -> float:
-    """Median of the slowest rank, infinity where it does not fit into memory."""
+    """Median of this rank, infinity where it does not fit into memory."""
     times = []
     try:
         step = make_step()
@@ -76,7 +85,20 @@ def _time(make_step: Callable[[], Callable[[], None]], world: World) -> float:
                 torch.cuda.synchronize()
             times.append(1e3 * (time.perf_counter() - start))
     except torch.OutOfMemoryError:
-        times = [math.inf] * (_WARM_UP + 1)
-    slowest = torch.tensor(statistics.median(times[_WARM_UP:]), device=world.device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return math.inf
+    return statistics.median(times[_WARM_UP:])
+
+
+def _slowest(milliseconds: float, name: str) -> float:
+    """The most of all ranks. Agreed over the CPUs: on GPUs a rank that fits may wait for one that has given up."""
+    slowest = torch.tensor(milliseconds, dtype=torch.float64)
+    try:
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, async_op=True).wait(timedelta(seconds=_SECONDS_TO_AGREE))
+    except RuntimeError:
+        if math.isfinite(milliseconds):
+            raise
+        raise ConfigError(
+            f"train.compute_dtype: {name} does not fit into the memory of rank {dist.get_rank()}, but into that of "
+            "others; set it to bf16, or lower train.micro_batch"
+        ) from None
     return slowest.item()
