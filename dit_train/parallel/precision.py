@@ -92,11 +92,13 @@ def _time(make_step: Callable[[], Callable[[], None]], world: World) -> float:
 def _slowest(milliseconds: float, name: str) -> float:
     """The most of all ranks. Agreed over the CPUs: on GPUs a rank that fits may wait for one that has given up."""
     slowest = torch.tensor(milliseconds, dtype=torch.float64)
+    answers = dist.all_reduce(slowest, op=dist.ReduceOp.MAX, async_op=True)
+    if math.isfinite(milliseconds):
+        answers.wait()  # others may have to compile for long
+        return slowest.item()
     try:
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, async_op=True).wait(timedelta(seconds=_SECONDS_TO_AGREE))
+        answers.wait(timedelta(seconds=_SECONDS_TO_AGREE))
     except RuntimeError:
-        if math.isfinite(milliseconds):
-            raise
         raise ConfigError(
             f"train.compute_dtype: {name} does not fit into the memory of rank {dist.get_rank()}, but into that of "
             "others; set it to bf16, or lower train.micro_batch"
