@@ -85,11 +85,14 @@ class StopRequest:
 
     @contextlib.contextmanager
     def handed_over(self) -> Iterator[None]:
-        """While code inside puts handlers of its own in the place of these: a signal that came before is sent again."""
+        """While code inside puts handlers of its own in the place of these, which may take it seconds.
+
+        A signal that has come before the last of them is in its place is sent again then.
+        """
         over = threading.Event()
 
         def watch() -> None:
-            while signal.getsignal(signal.SIGTERM) == self._handle:
+            while any(signal.getsignal(number) == self._handle for number in self._previous):
                 if over.wait(0.05):
                     return
             if self._signalled in heeded():

@@ -26,6 +26,30 @@ def test_a_signal_names_itself_and_the_handlers_before_come_back():
     assert (signal.getsignal(signal.SIGUSR1), signal.set_wakeup_fd(-1)) == before
 
 
+def test_a_signal_between_two_handlers_of_whoever_takes_over_is_sent_to_the_last():
+    seen = []
+    first, last = signal.SIGTERM, signal.SIGUSR1
+    with StopRequest() as stop, stop.handed_over():
+        for number in (n for n in stop._previous if n != last):
+            signal.signal(number, lambda number, _: seen.append(number))
+        time.sleep(0.2)  # a watcher that went by the first handler alone would have looked by now
+        os.kill(os.getpid(), last)
+        assert stop.reason == "SIGUSR1" and not seen
+        signal.signal(last, lambda number, _: seen.append(number))
+        end = time.monotonic() + 60
+        while not seen and time.monotonic() < end:
+            time.sleep(0.01)
+    assert seen == [last]
+    with StopRequest() as stop:
+        os.kill(os.getpid(), first)
+        with stop.handed_over():
+            for number in stop._previous:
+                signal.signal(number, lambda number, _: seen.append(number))
+            while seen == [last] and time.monotonic() < end:
+                time.sleep(0.01)
+    assert seen == [last, first]
+
+
 def test_a_launcher_that_is_gone_is_seen_by_a_thread_too():
     stop = StopRequest()
     assert not stop.arrived() and stop.reason is None
