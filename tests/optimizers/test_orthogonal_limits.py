@@ -52,7 +52,7 @@ def test_peak_memory(name, stored, shape, monkeypatch):
         if dtype == torch.bfloat16 and name == "gram_ns5":
             continue
         peak = peak_bytes(lambda dtype=dtype: orthogonalize_all(matrices, name, dtype=dtype))
-        assert factor <= peak / stack < factor + 0.15  # oneDNN reorders one matrix at a time
+        assert factor <= peak / stack < factor + 0.2  # oneDNN reorders a matrix at a time, with AMX a whole one in bf16
 
 
 # -- errors -------------------------------------------------------------------------------------------------------
