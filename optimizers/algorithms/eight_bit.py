@@ -9,7 +9,8 @@
     M ← encode(M)
 
 Blocks are at most 2048 elements of one row, so that the result does not depend on how rows are divided over ranks; the
-sources take blocks of the flattened local shard. Vectors and tensors of fewer than 4096 elements keep fp32.
+sources take blocks of the flattened local shard. Vectors and tensors of fewer than 4096 elements keep fp32. A v above 0
+is never kept as 0, by which AdamW would divide.
 ``momentum_dtype`` does the same for every other matrix algorithm of this package.
 """
 

@@ -1,10 +1,12 @@
 """State of 8 bits an element, with a scale for each block of a row.
 
-    encode   s = max |x| over the block;  q = the code's value nearest to x / s
+    encode   s = max |x| over the block;  q: that of the code's values which is nearest to x / s
     decode   x = s · value(q)
 
 Linear (8-bit Muon, arXiv 2509.23106): values q / 127. Dynamic (arXiv 2110.02861, bitsandbytes): seven decades, each
-with twice as many values as the one below; the unsigned map, for second moments, has one bit more for each.
+with twice as many values as the one below; the unsigned map, for second moments, has one bit more for each. There no
+entry above 0 is encoded as 0, which may be nearer and which bitsandbytes takes: the step would be m/ε, the zero-point
+problem of arXiv 2309.01507.
 
 A block is at most 2048 elements of one row: what it holds does not depend on how rows are divided over ranks. The
 sources take 2048 elements of the flattened local shard instead. Rows of 512 elements and more take 1 + 4/512 bytes an
@@ -75,6 +77,8 @@ def _on(device: torch.device, signed: bool) -> _Tables:
 def _tables(device: torch.device, signed: bool) -> _Tables:
     values = torch.tensor(dynamic_map(signed), dtype=torch.float32, device=device)
     half_way = (values[1:] + values[:-1]) / 2
+    if not signed:
+        half_way[0] = 0.0  # a second moment above 0 is never kept as 0
     first = torch.arange(2**16, dtype=torch.int32, device=device) << 16
     least = torch.minimum(first.view(torch.float32), (first | 0xFFFF).view(torch.float32))
     lower = torch.bucketize(least, half_way)

@@ -328,14 +328,15 @@ def test_dynamic_maps_are_those_of_bitsandbytes(signed, squares, least):
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_the_nearest_value_is_found_for_every_float(signed):
+def test_the_nearest_value_is_found_for_every_float_but_not_0_for_second_moments(signed):
     values = torch.tensor(dynamic_map(signed))
     half_way = (values[1:] + values[:-1]) / 2
     around = [torch.nextafter(half_way, torch.full_like(half_way, to)) for to in (-2.0, 2.0)]
     every = torch.arange(-(2**31), 2**31, 4093).to(torch.int32).view(torch.float32)  # also subnormal ones
     x = torch.cat([half_way, *around, torch.tensor([0.0, -0.0, 1.0, -1.0]), every[every.abs() <= 1]])
     found = CODES["dynamic8" if signed else "dynamic8_unsigned"].encode(x)
-    assert torch.equal(found.long(), torch.bucketize(x, half_way))
+    nearest = torch.bucketize(x, half_way)
+    assert torch.equal(found.long(), nearest if signed else torch.where(x > 0, nearest.clamp_min(1), nearest))
 
 
 @pytest.mark.parametrize("n", [512, 700, 2048, 2049, 5000])
@@ -388,6 +389,18 @@ def test_muon_of_8_bits_takes_nearly_the_same_steps(options, limit):
 
 def test_adamw_of_8_bits_takes_nearly_the_same_steps():
     assert 0 < twins(AdamW8bit, AdamW)[0] < 0.05
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1e-3, 1e-4, 1e-6])
+def test_small_gradients_beside_large_ones_make_no_jumps(scale):
+    """Their second moments were kept as 0, and steps of 33000 times the learning rate were taken."""
+    w = nn.Parameter(torch.zeros(16, 512))
+    optimizer = AdamW8bit([w], lr=1.0, weight_decay=0.0)
+    for t in range(60):
+        before, w.grad = w.detach().clone(), torch.randn(16, 512, generator=torch.Generator().manual_seed(t))
+        w.grad[:, 256:] *= scale
+        optimizer.step()
+        assert (w.detach() - before).abs().max() < 3, t
 
 
 def test_small_tensors_and_vectors_keep_fp32():
