@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import optimizers as o
+from optimizers.engine.narrow import count_of
 from tests.optimizers.golden import equal, four_steps
 
 MATRIX = [
@@ -200,3 +201,7 @@ def test_steps_of_parameters_on_meta_name_the_order_of_building():
     optimizer = o.Muon([nn.Parameter(torch.empty(6, 8, device="meta"))])
     with pytest.raises(ValueError, match=r"on the meta device; build the optimizer after model\.to_empty"):
         optimizer.step()
+
+
+def test_a_fraction_that_divides_the_rows_selects_no_row_more_for_the_rounding_of_floats():
+    assert [count_of({"fraction": f}, 30) for f in (0.1, 0.3, 0.7, 0.25, 1e-6)] == [3, 9, 21, 8, 1]
