@@ -144,6 +144,10 @@ def _for_rows(p: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     )
 
 
+OF_OPTIONS = ("neuron_second_moment", "last_gradient", "last_weight")
+"""State that options of a group add, and that goes with them: switched on again, it would tell of steps long ago."""
+
+
 def forms_of(state: Mapping[str, Form], group: Mapping[str, Any], p: Tensor) -> dict[str, Form]:
     """The state of a parameter: that of its group's algorithm, and what options of the group add to it."""
     found = dict(state)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .algorithm import ALGORITHMS
 from .column_state import columns_of
-from .forms import Form, absmax_key, expected, forms_of, new_absmax, new_state, wide
+from .forms import OF_OPTIONS, Form, absmax_key, expected, forms_of, new_absmax, new_state, wide
 from .jobs import label, split_of
 
 
@@ -47,14 +47,19 @@ def unwrap_tensors(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str
 def complete(state: dict[str, Tensor], group: Mapping[str, Any], i: int, name: str, place: Any) -> None:
     """Give the i-th parameter of a group what its state lacks; let what there is follow one that was moved or cast.
 
-    New state is zero; that per column depends on ``place``, which is the same on all ranks and no other parameter's.
+    What belongs to options that were switched off is dropped. New state is zero, or a copy of the weights; that per
+    column depends on ``place``, which is the same on all ranks and no other parameter's.
 
     Raises:
         ValueError: if the group has taken steps and the parameter is now sharded differently, or its state is of
             another kind than the options of the group ask for; for state per column, if the layout is not supported.
     """
     started, p = group["step"] > 0, group["params"][i]
-    for key, form in _keys(group, i, p, name, place):
+    wanted = dict(_keys(group, i, p, name, place))
+    for key in OF_OPTIONS:
+        if key not in wanted:
+            state.pop(key, None)
+    for key, form in wanted.items():
         buffer = state.get(key)
         wrong = None if buffer is None else difference(buffer, p, form, key)
         if wrong is not None and started:

@@ -62,7 +62,7 @@ def swap_weights(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, T
 
 
 def keep_weights(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-    """Copy this rank's part of the weights of a group, before its step changes them."""
+    """Copy this rank's part of the weights of a group, before its step changes them; of frozen ones too."""
     for p in group["params"]:
-        if p.requires_grad:
+        if "last_weight" in state.get(p, {}):
             local(state[p]["last_weight"]).copy_(local(p.detach()))

@@ -182,6 +182,31 @@ def test_a_thawed_parameter_has_its_own_weights_as_those_of_before_the_last_step
     assert all(equal(w, values(1, 6, 8)) for w in seen) and not equal(second, seen[0], 1e-6)
 
 
+@pytest.mark.parametrize("how", ["frozen", "switched off"])
+@pytest.mark.parametrize("cls", [o.MarsMuon, o.MarsAdamW])
+def test_weights_of_before_the_last_step_are_no_older_after_a_pause(cls, how):
+    first, second = (nn.Parameter(values(i, 6, 8)) for i in range(2))
+    optimizer = cls([first, second], mars_exact=True, lr=0.1)
+
+    def step():
+        before = second.detach().clone()
+        with optimizer.at_previous_weights():
+            seen = second.detach().clone()
+            (first.square().sum() + second.square().sum()).backward()
+        (first.square().sum() + second.square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return seen, before
+
+    for paused in (False, False, True, True, False):
+        if how == "frozen":
+            second.requires_grad_(not paused)
+        else:
+            optimizer.param_groups[0]["mars_exact"] = not paused
+        seen, before = step()
+    assert equal(seen, before)
+
+
 def test_schedulers_may_move_the_momentum_below_that_of_the_input():
     """A checkpoint of such a step did not load."""
     w = nn.Parameter(values(0, 6, 8))
