@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..orthogonal.pieces import Pieces
 from ..sharding.agreement import agree, process_groups
@@ -336,7 +337,7 @@ class Driver(torch.optim.Optimizer):
         self._keep_up()
         groups = self._exact_groups()
         started = [group for group in groups if group["step"]]
-        present = [(p, p.grad) for group in self.param_groups for p in group["params"]]
+        present = [(p, p.grad, _kept(p.grad)) for group in self.param_groups for p in group["params"]]
         self.zero_grad(set_to_none=True)
         for group in started:
             variance.swap_weights(group, self.state)
@@ -350,8 +351,8 @@ class Driver(torch.optim.Optimizer):
         finally:
             for group in started:
                 variance.swap_weights(group, self.state)
-            for p, gradient in present:
-                p.grad = gradient
+            for p, gradient, kept in present:
+                p.grad = gradient if kept is None else gradient.copy_(kept)
 
     @property
     def takes_previous(self) -> bool:
@@ -676,3 +677,8 @@ class Driver(torch.optim.Optimizer):
         self._reduced_bytes = 0
         self._kernels = Kernels()
         self._jobs = None
+
+
+def _kept(gradient: Tensor | None) -> Tensor | None:
+    """A copy of a plain gradient, which may lie in a bucket of DDP that the next backward writes into."""
+    return None if gradient is None or isinstance(gradient, DTensor) else gradient.detach().clone()

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from optimizers import AdamW, BlockMuon, Muon, MuonBP, PeriodicRowMuon, census
+from optimizers import AdamW, BlockMuon, MarsMuon, Muon, MuonBP, PeriodicRowMuon, census
 from optimizers.engine import directions
 from optimizers.orthogonal.newton_schulz import orthogonalize_pieces
 from optimizers.sharding import gather
@@ -340,6 +340,27 @@ def case_no_collective_hides_in_newton_schulz_and_no_rank_does_more_than_its_sha
     with census() as seen:
         shapes, _ = counted(optimizer.step)
     assert shapes == [(24, 8)] * 2 and seen.collectives == 0
+
+
+def case_gradients_in_buckets_of_ddp_outlive_those_at_the_last_weights():
+    def trained(present_first):
+        torch.manual_seed(0)
+        net = nn.Linear(5, 7, bias=False)
+        model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
+        optimizer = MarsMuon(net.parameters(), lr=0.1, mars_exact=True, process_group=dist.group.WORLD, **FP32)
+        for step in range(3):
+            batch = values(step, (4, 5))
+            if present_first:
+                model(batch).square().mean().backward()
+            with optimizer.at_previous_weights():
+                model(batch).square().mean().backward()
+            if not present_first:
+                model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return net.weight.detach()
+
+    assert torch.equal(trained(True), trained(False))
 
 
 def case_a_refresh_needs_memory_for_its_buckets_and_not_for_the_momentum():
