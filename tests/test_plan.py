@@ -72,6 +72,7 @@ def test_it_plans_a_size_before_there_are_latents(tmp_path):
     [
         ([BASE, "--ranks", "7", "--gpu", "h100"], "train.batch: 128 images do not divide over 7 ranks"),
         ([BASE, *EIGHT, "--model.widht", "64"], "model.width"),
+        ([BASE, *EIGHT, "--model.width", str(4 * 10**18)], "model: too large to be built"),
         ([BASE, *EIGHT, "--model.patch", "5"], "model.patch: 5 does not divide the image size 32"),
         ([BASE, *EIGHT, "--parallel.tensor", "8"], "parallel.tensor: 8 does not divide model.heads"),
         ([BASE, "configs/optimizers/muon_bp.yaml", *EIGHT, "--optimizer.block_grid", "3"], "optimizer: "),

@@ -101,10 +101,17 @@ def products_dtype(config: OptimizerConfig) -> str:
 
 
 def build(config: Config, images: Summary, world: World) -> DiT:
-    """The sharded model on the meta device: placements, but no memory, not even fake."""
+    """The sharded model on the meta device: placements, but no memory, not even fake.
+
+    Raises:
+        ConfigError: it is too large.
+    """
     with torch.device("meta"):
         shape = {"channels": images.channels, "image_size": images.image_size, "num_classes": images.num_classes}
-        dit = DiT(config.model, **shape)
+        try:
+            dit = DiT(config.model, **shape)
+        except (TypeError, RuntimeError) as error:  # positions have memory, and sizes a limit
+            raise ConfigError(f"model: too large to be built ({str(error).splitlines()[0][:80]})") from None
     # compiled blocks would be compiled here; they have the same matrices, collectives and parameters
     parallel = dataclasses.replace(config.parallel, compile=False)
     shard.shard(dit, parallel, world, DTYPES[compute_dtype(config)])
