@@ -36,6 +36,13 @@ from dit_train.run.tracking import clock
 
 _MOST_COLUMNS = 8
 """Of more learning rates none has a column of its own."""
+_LEAST_FACTOR = 1.001
+"""Rates that differ by less may be shown alike."""
+
+
+def _shown(lr: float) -> str:
+    """A learning rate as folders and tables name it."""
+    return f"{lr:.4g}"
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Sweep:
 
     def folder(self, optimizer: str, lr: float) -> Path:
         """Where a run lives."""
-        return self.out / Path(optimizer).stem / f"lr_{lr:.4g}"
+        return self.out / Path(optimizer).stem / f"lr_{_shown(lr)}"
 
     def run(self, optimizer: str, lr: float) -> float:
         """Train one run (or find it done); its final held-out loss, infinity if it diverged."""
@@ -114,7 +121,8 @@ def sweep_all(sweep: Sweep, optimizers: Sequence[str]) -> dict[str, dict[float, 
             if failed.is_set():
                 raise RuntimeError("another run failed")
             print(
-                f"{Path(optimizer).stem}  lr {lr:.4g}  starts or goes on in {sweep.folder(optimizer, lr)}", flush=True
+                f"{Path(optimizer).stem}  lr {_shown(lr)}  starts or goes on in {sweep.folder(optimizer, lr)}",
+                flush=True,
             )
             try:
                 loss = sweep.run(optimizer, lr)
@@ -122,7 +130,7 @@ def sweep_all(sweep: Sweep, optimizers: Sequence[str]) -> dict[str, dict[float, 
                 failed.set()
                 raise
             spent = clock(time.perf_counter() - start)
-            print(f"{Path(optimizer).stem}  lr {lr:.4g}  held-out loss {loss:.4f}  after {spent}", flush=True)
+            print(f"{Path(optimizer).stem}  lr {_shown(lr)}  held-out loss {loss:.4f}  after {spent}", flush=True)
             return loss
 
         def one(optimizer: str) -> dict[float, float]:
@@ -159,11 +167,11 @@ def loss_table(losses: dict[str, dict[float, float]]) -> str:
         best = min(found, key=found.__getitem__)
         rows[optimizer] = {lr: f"**{found[lr]:.4f}**" if lr == best else f"{found[lr]:.4f}" for lr in sorted(found)}
     if len(lrs) <= _MOST_COLUMNS:
-        heads = [f"{lr:.4g}" for lr in lrs]
+        heads = [_shown(lr) for lr in lrs]
         cells = {optimizer: [row.get(lr, "") for lr in lrs] for optimizer, row in rows.items()}
     else:
         heads = [f"rate {number}" for number in range(1, max(map(len, rows.values())) + 1)]
-        cells = {optimizer: [f"{lr:.4g}: {cell}" for lr, cell in row.items()] for optimizer, row in rows.items()}
+        cells = {optimizer: [f"{_shown(lr)}: {cell}" for lr, cell in row.items()] for optimizer, row in rows.items()}
     lines = ["| optimizer | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     for optimizer, row in cells.items():
         lines.append(f"| {Path(optimizer).stem} | " + " | ".join([*row, *[""] * (len(heads) - len(row))]) + " |")
@@ -177,9 +185,20 @@ def _file_and_rates(text: str) -> tuple[str, list[float]]:
         rates = [float(rate) for rate in listed.split(",")] if given else []
     except ValueError:
         rates = [math.nan]
-    if not all(0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected FILE=LR,LR,... with different rates above 0")
+    if not all(0 < rate < math.inf for rate in rates) or len(set(map(_shown, rates))) < len(rates):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected FILE=LR,LR,... with different rates above 0 (4 digits)")
     return file, rates
+
+
+def _check_names(files: Sequence[str]) -> None:
+    """Refuse optimizer files whose runs would share a folder."""
+    for file in files:
+        if files.count(file) > 1:
+            raise ConfigError(f"--optimizer: {file} stands twice; name it once, with all its rates as FILE=LR,LR,...")
+    stems = [Path(file).stem for file in files]
+    for stem in stems:
+        if stems.count(stem) > 1:
+            raise ConfigError(f"--optimizer: the runs of two files named {stem} would share a folder; rename one")
 
 
 def main(line: Sequence[str] | None = None) -> int:
@@ -201,13 +220,15 @@ def main(line: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=positive, default=max(1, os.cpu_count() or 1), help="runs at a time (cores)")
     parser.add_argument("--factor", type=float, default=2.0, help="ratio of neighbouring rates (default 2)")
     arguments = parser.parse_args(line)
-    if not 1 < arguments.factor < math.inf or not (arguments.start is None or 0 < arguments.start < math.inf):
-        parser.error("--factor must be above 1, --start above 0")
+    start = arguments.start
+    if not _LEAST_FACTOR < arguments.factor < math.inf or not (start is None or 0 < start < math.inf):
+        parser.error(f"--factor must be above {_LEAST_FACTOR}, --start above 0")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     rates = dict(arguments.optimizer)
     grid = (arguments.factor, arguments.start, {file: given for file, given in rates.items() if given})
     sweep = Sweep(arguments.base, arguments.out, arguments.ranks, arguments.jobs, *grid)
     try:
+        _check_names([file for file, _ in arguments.optimizer])
         _check_measured(sweep, list(rates))
         losses = sweep_all(sweep, list(rates))
     except (ConfigError, RuntimeError) as error:

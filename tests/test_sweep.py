@@ -55,12 +55,28 @@ def test_rates_that_differ_too_much_for_columns_stand_beside_their_losses():
     assert sweep.loss_table(losses).splitlines()[-1] == "| one | 3: **inf** |  |  |"
 
 
-@pytest.mark.parametrize("text", ["a.yaml=", "a.yaml=1,x", "a.yaml=1,-1", "a.yaml=1,1", "a.yaml=nan"])
+@pytest.mark.parametrize(
+    "text", ["a.yaml=", "a.yaml=1,x", "a.yaml=1,-1", "a.yaml=1,1", "a.yaml=1,1.00001", "a.yaml=nan"]
+)
 def test_rates_that_are_none_are_one_line(text, tmp_path, capsys):
     with pytest.raises(SystemExit) as left:
         sweep.main(["configs/quickstart/base.yaml", "--optimizer", text, "--out", str(tmp_path)])
     (line,) = capsys.readouterr().err.splitlines()
     assert left.value.code == 2 and text in line and "FILE=LR,LR,..." in line
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (["configs/optimizers/muon.yaml=1", "configs/optimizers/muon.yaml=2"], "muon.yaml stands twice; name it once"),
+        (["configs/optimizers/muon.yaml", "configs/scale/muon.yaml"], "two files named muon would share a folder"),
+    ],
+)
+def test_runs_of_two_optimizers_never_share_a_folder(files, said, tmp_path, capsys):
+    words = [word for file in files for word in ("--optimizer", file)]
+    assert sweep.main(["configs/quickstart/base.yaml", *words, "--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line and not list(tmp_path.iterdir())
 
 
 LOSSES = {0.005: 0.3, 0.01: 0.25, 0.02: math.inf}
