@@ -35,7 +35,7 @@ from .members import listed, tensors_of
 from .momentum import advance_in, ahead_of, form_of, look_ahead, update_momentum
 from .neurons import Neurons, neuron_steps, neurons_of
 from .norms import column_steps, matrix_steps
-from .options import check_momenta, check_options, find_algorithm, nearest, plain, structure
+from .options import check_momenta, check_options, completed_steps, find_algorithm, nearest, plain, structure
 from .quantized_state import CODES, pack, unpack
 from .rows import row_step
 from .scaling import refresh_scale
@@ -660,6 +660,7 @@ class Driver(torch.optim.Optimizer):
                         "optimizer with the groups that were saved"
                     )
             merged, algorithm = {**group, **stored}, ALGORITHMS[group["algorithm"]]
+            merged["step"] = completed_steps(merged["step"], f"loaded {where}")
             options = {key: plain(merged[key]) for key in algorithm.options}
             check_options(options, algorithm, f"loaded {where}")  # schedulers leave keys of their own beside them
             groups.append({**merged, **options})

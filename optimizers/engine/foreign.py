@@ -15,6 +15,8 @@ def from_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
         ValueError: for groups that neither this package nor those two wrote, and for their variants that differ in
             more than options.
     """
+    if lacking := [key for key in ("state", "param_groups") if key not in state_dict]:
+        raise ValueError(f"no state dict of an optimizer: it lacks {' and '.join(map(repr, lacking))}")
     groups, state = [], dict(state_dict["state"])
     for number, stored in enumerate(state_dict["param_groups"]):
         if "algorithm" in stored:

@@ -98,6 +98,17 @@ def plain(value: Any) -> Any:
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
+def completed_steps(value: Any, where: str) -> int:
+    """The ``step`` of a group.
+
+    Raises:
+        ValueError: it is no count.
+    """
+    if not _whole(value, 0):
+        raise ValueError(f"{where}: step is {value!r} but has to be an int >= 0, the number of completed steps")
+    return int(value)
+
+
 def check_grid(grid: int | tuple[int, int] | None, layout: Layout, label: str) -> None:
     """Raise a ValueError if the shard of any rank cuts through a block of the grid."""
     if grid is None or layout.team is None:

@@ -106,6 +106,8 @@ def check_stored(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[st
 
 def difference(value: Tensor, p: Tensor, form: Form, key: str) -> str | None:
     """How a state tensor's kind, shape or placement differs from what a parameter needs, and what to do about it."""
+    if not isinstance(value, Tensor):
+        return f"is {value!r} and no tensor; load what state_dict() of an optimizer gave"
     shape, placements = expected(p, form, key)
     if tuple(value.shape) != shape:
         return (

@@ -352,6 +352,26 @@ def test_loading_mismatched_checkpoints_is_an_error_and_changes_nothing():
     assert torch.equal(optimizer.state[w]["momentum_buffer"], before) and optimizer.param_groups[0]["step"] == 1
 
 
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda saved: saved.pop("state"), "no state dict of an optimizer: it lacks 'state'"),
+        (lambda saved: saved["state"][0].update(momentum_buffer=3), "state 'momentum_buffer' is 3 and no tensor"),
+        *((lambda saved, step=step: saved["param_groups"][0].update(step=step), f"group 0: step is {step!r}")
+          for step in (-1, 2.5, "2", None)),
+    ],
+)  # fmt: skip
+def test_a_state_dict_that_is_none_is_named_and_changes_nothing(spoil, message):
+    w = weight(6, 4)
+    optimizer = Muon([w])
+    train(optimizer, 1)
+    before, saved = optimizer.state[w]["momentum_buffer"].clone(), copy.deepcopy(optimizer.state_dict())
+    spoil(saved)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        optimizer.load_state_dict(saved)
+    assert torch.equal(optimizer.state[w]["momentum_buffer"], before) and optimizer.param_groups[0]["step"] == 1
+
+
 def test_schedulers_closures_hooks_and_copies_work():
     w = weight(6, 4)
     optimizer = PeriodicRowMuon([w], lr=0.1)
