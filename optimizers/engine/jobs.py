@@ -131,14 +131,14 @@ def _cargo(group: Mapping[str, Any], members: Sequence[Member]) -> list[Cargo]:
 def describe(
     groups: Sequence[Mapping[str, Any]], bucket_bytes: BucketBytes, max_in_flight: int, compile: bool
 ) -> list[str]:
-    """What all ranks have to agree about, an entry for each group and parameter."""
+    """What all ranks have to agree about, an entry for each group, option and parameter."""
     lines = [f"bucket_bytes {bucket_bytes}, max_in_flight {max_in_flight}, compile {compile}"]
     for number, group in enumerate(groups):
         where, algorithm = f"group {number}", ALGORITHMS[group["algorithm"]]
-        settings = {k: group[k] for k in algorithm.options if k not in ("lr", "weight_decay")}
-        lines.append(f"{where}: algorithm {group['algorithm']}, step {group['step']}, {settings}")
+        lines.append(f"{where}: algorithm {group['algorithm']}, step {group['step']}")
+        lines += [f"{where}: {key} {group[key]!r}" for key in algorithm.options if key not in ("lr", "weight_decay")]
         if "ns_dtype" in algorithm.options:
-            lines[-1] += f"; set ns_dtype if hardware differs: {_iterations(group)}"
+            lines.append(f"{where}: set ns_dtype if hardware differs: {_iterations(group)}")
         for i, p in enumerate(group["params"]):
             split = split_of(group, i)
             lines.append(f"{label(where, group, i)}, {p.dtype}" + ("" if p.requires_grad else ", frozen"))

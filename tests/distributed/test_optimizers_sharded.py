@@ -194,9 +194,9 @@ def case_buckets_and_flights_change_nothing():
 
 def case_a_plan_that_differs_is_an_error_that_names_the_entry():
     odd = dist.get_rank() == 1
-    with pytest.raises(ValueError, match=r"entry 1: rank 0 has group 0.*'period': 5.*rank 1 has .*'period': 4"):
+    with pytest.raises(ValueError, match="rank 0 has group 0: period 5, rank 1 has group 0: period 4;"):
         MuonBP(weights([(8, 6)], Shard(0)), period=4 if odd else 5)
-    with pytest.raises(ValueError, match=r"entry 3: .*number 1 of shape \(8, 4\).*rank 1 has .*shape \(8, 6\)"):
+    with pytest.raises(ValueError, match=r"rank 0 has .*number 1 of shape \(8, 4\).*rank 1 has .*shape \(8, 6\)"):
         Muon(weights([(8, 6), (8, 6) if odd else (8, 4)], Shard(0)))
     with pytest.raises(ValueError, match="rank 1 has nothing"):
         Muon(weights([(8, 6)] if odd else [(8, 6), (8, 4)], Shard(0)))
@@ -248,7 +248,7 @@ def case_errors_reach_ranks_that_share_no_mesh_axis_with_the_one_that_has_them()
     p = nn.Parameter(distribute_tensor(values(0, (8, 8)), mesh, [Replicate(), Shard(0)], src_data_rank=None))
     with on_one_rank("lr is -1.0"):
         AdamW([p], lr=-1.0 if dist.get_rank() == 1 else 1.0)
-    with pytest.raises(ValueError, match=r"entry 1: .*rank \d"):
+    with pytest.raises(ValueError, match=r"rank \d has group 0: eps 1e-0[68], rank \d has group 0: eps 1e-0[68]"):
         AdamW([p], eps=1e-6 if dist.get_rank() == 1 else 1e-8)
 
 
