@@ -77,7 +77,7 @@ def build(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
         settings[key] = _DTYPES[settings[key]]
     settings["momentum_dtype"] = _KEPT.get(settings["momentum_dtype"], settings["momentum_dtype"])
     bucket = settings.pop("bucket_mib")
-    settings["bucket_bytes"] = "auto" if bucket is None else int(bucket * 2**20)
+    settings["bucket_bytes"] = "auto" if bucket is None else int(min(bucket * 2**20, 2.0**62))
     return _CLASSES[name](optimizers.param_groups(model, adamw_options=adamw), **settings)
 
 

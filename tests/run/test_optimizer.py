@@ -12,7 +12,7 @@ from torch import nn
 
 import optimizers
 from dit_train import overlays
-from dit_train.optimizer_config import AuxiliaryAdamW, MarsAdamWConfig, OptimizerConfig
+from dit_train.optimizer_config import AuxiliaryAdamW, MarsAdamWConfig, MuonConfig, OptimizerConfig
 from dit_train.run import optimizer
 from optimizers.engine.algorithm import ALGORITHMS
 from optimizers.orthogonal.coefficients import resolve
@@ -133,3 +133,7 @@ def test_every_algorithm_has_a_config_and_a_line_in_the_comparison_on_digits():
 def test_adamw_has_nothing_to_compile():
     with pytest.raises(overlays.ConfigError, match=r"optimizer\.compile: no such setting"):
         overlays.read([], ["--optimizer.name", "adamw", "--optimizer.compile", "true"])
+
+
+def test_a_bucket_larger_than_any_model_is_no_error():
+    assert optimizer.build(MuonConfig(bucket_mib=1e308), model())._bucket_bytes > 2**60
