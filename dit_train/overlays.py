@@ -382,6 +382,10 @@ def _check_schedule(path: str, value: Any) -> None:
 
 def _check_period(config: Config) -> None:
     period, budget = (getattr(config.optimizer, name, None) for name in ("period", "period_budget"))
+    if period == "auto" and config.optimizer.mars_exact:
+        raise ConfigError(
+            "optimizer.period: auto compares with AdamW, which has no second pass as mars_exact; name a number"
+        )
     if period == "auto" and config.train.deterministic:
         raise ConfigError("optimizer.period: auto goes by a measurement; name a number with train.deterministic")
     if period not in (None, "auto") and budget != PERIOD_BUDGET:

@@ -21,7 +21,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,21 +85,18 @@ class Turns:
 
     def turn(self) -> list[float]:
         """Seconds of an AdamW step and of one of the other on this rank."""
-        return [self._step(one) for one in self._optimizers]
+        return [self._step(one.step) for one in self._optimizers]
 
-    def _step(self, steps: torch.optim.Optimizer) -> float:
+    def _step(self, step: Callable[[], Any]) -> float:
         self._finish()
         dist.barrier()
         start = time.perf_counter()
-        self._whole_backward()
-        optimizer.step(steps, self._whole_backward)
+        for _ in range(self._passes):
+            self._backward()
+        step()
         self.model.zero_grad()
         self._finish()
         return time.perf_counter() - start
-
-    def _whole_backward(self) -> None:
-        for _ in range(self._passes):
-            self._backward()
 
     def _finish(self) -> None:
         if self._device.type == "cuda":

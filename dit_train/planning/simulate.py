@@ -182,7 +182,10 @@ def optimizer_step(dit: DiT, steps: Any) -> OptimizerStep:
     fake = next(shard.local(p.detach()) for p in dit.parameters()).fake_mode
     tracker = FSDPMemTracker(dit, steps)
     with fake, tracker, Recorder() as recorder:
-        optimizer.step(steps, lambda: None)  # another backward is among the passes of the model
+        if steps.takes_previous:
+            with steps.at_previous_weights():
+                pass  # the passes of the model have that backward
+        steps.step()
     return OptimizerStep(recorder, _snapshot(tracker, "peak")["Total"])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,14 +51,6 @@ def with_period(config: OptimizerConfig, period: int) -> OptimizerConfig:
 def batch_passes(config: OptimizerConfig) -> int:
     """Forwards and backwards of the batch in a step: exact variance reduction takes another at the last weights."""
     return 2 if getattr(config, "mars_exact", False) else 1
-
-
-def step(steps: torch.optim.Optimizer, backward: Callable[[], Any]) -> None:
-    """A step on the gradients that are there, and on those that `backward` leaves at the last weights, if it asks."""
-    if steps.takes_previous:
-        with steps.at_previous_weights():
-            backward()
-    steps.step()
 
 
 def build(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:

@@ -137,12 +137,12 @@ def measure(
     """
     timer = _Timer(world, beat)
     model, backward = precision.trial(config, data, world, dtype)
-    count = config.train.batch // world.data_size // _images(config, world)
-    passes, (adamw,) = _steps(AdamWConfig(), 1, model, backward, timer, count)
+    passes, (adamw,) = _steps(AdamWConfig(), 1, model, backward, timer)
     alternating = dataclasses.replace(config.optimizer, period=2, phase=0, stagger=False)
-    more, (refresh, between) = _steps(alternating, 2, model, backward, timer, count)
+    more, (refresh, between) = _steps(alternating, 2, model, backward, timer)
     del model, backward
     _let_go(world)
+    count = config.train.batch // world.data_size // _images(config, world)
     whole = count * timer.median(passes + more)
     blocks = count * config.model.depth * timer.median(_block_passes(config, data, world, dtype, timer))
     _let_go(world)
@@ -193,24 +193,17 @@ def _images(config: Config, world: World) -> int:
 
 
 def _steps(
-    settings: OptimizerConfig, kinds: int, model: nn.Module, backward: Callable[[], None], timer: _Timer, count: int
+    settings: OptimizerConfig, kinds: int, model: nn.Module, backward: Callable[[], None], timer: _Timer
 ) -> tuple[list[float], list[list[float]]]:
-    """Seconds of passes of the model, and of the steps after them of each of the kinds that take turns.
-
-    A step of exact variance reduction has `count` passes more.
-    """
+    """Seconds of passes of the model, and of the steps after them of each of the kinds that take turns."""
     try:
         steps = optimizer.build(settings, model)
     except ValueError as error:
         raise ConfigError(f"optimizer: {error}") from None
     passes, taken = [], [[] for _ in range(kinds)]
-
-    def step() -> None:
-        optimizer.step(steps, lambda: [backward() for _ in range(count)])
-
     for number in range(kinds * (_WARM_UP + _TIMED)):
         passes.append(timer(backward))
-        taken[number % kinds].append(timer(step))
+        taken[number % kinds].append(timer(steps.step))
         model.zero_grad()
     return passes[kinds * _WARM_UP :], [one[_WARM_UP:] for one in taken]
 

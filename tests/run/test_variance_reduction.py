@@ -109,3 +109,9 @@ def test_it_is_refused_without_a_correction():
         overlays.ConfigError, match=r"^optimizer\.mars_exact: does nothing beside optimizer\.mars_gamma 0"
     ):
         overlays.read([], ["--optimizer.name", "muon", *EXACT])
+
+
+def test_no_period_is_chosen_by_a_budget_that_the_second_pass_exceeds_at_any():
+    words = [*EXACT, "--optimizer.mars_gamma", "0.025", "--optimizer.period", "auto"]
+    with pytest.raises(overlays.ConfigError, match=r"^optimizer\.period: auto compares with AdamW, .*; name a number"):
+        overlays.read([], ["--optimizer.name", "muon_bp", *words])
