@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -149,9 +150,10 @@ def model_steps(config: Config, dit: DiT, world: World) -> ModelSteps:
         dit.train()
         kinds = [(count - 1, False)] * (count > 1) + [(1, True)]
         if world.tensor_mesh is not None:  # see Recorder
-            _one_pass(config, dit, size, last=True)
+            _one_pass(config, dit, FSDPMemTracker(dit), size, last=True)
             dit.zero_grad()
-        passes = [(times, _one_pass(config, dit, size, last)) for times, last in kinds]
+        tracker = FSDPMemTracker(dit)  # one for all, or it would not know what a pass leaves to the next
+        passes = [(times, _one_pass(config, dit, tracker, size, last)) for times, last in kinds]
         averages = [shard.local(p.detach()).clone() for p in dit.parameters()]
         with Recorder() as rest:
             faults.gradient_squares(dit)
@@ -161,12 +163,12 @@ def model_steps(config: Config, dit: DiT, world: World) -> ModelSteps:
     return ModelSteps(dit, passes, rest)
 
 
-def _one_pass(config: Config, dit: DiT, size: int, last: bool) -> Pass:
+def _one_pass(config: Config, dit: DiT, tracker: FSDPMemTracker, size: int, last: bool) -> Pass:
     x = torch.randn(size, dit.channels, dit.image_size, dit.image_size)
     t, labels, target = torch.rand(size), torch.zeros(size, dtype=torch.int64), torch.empty_like(x)
     dit.set_requires_gradient_sync(last or config.parallel.sync_every_micro_batch)
     dit.set_requires_all_reduce(last)
-    tracker = FSDPMemTracker(dit)
+    tracker.reset_mod_stats()
     tracker.track_inputs((x, t, labels, target))
     with tracker:
         with Recorder() as forward:
@@ -174,7 +176,19 @@ def _one_pass(config: Config, dit: DiT, size: int, last: bool) -> Pass:
         kept = _snapshot(tracker, "current")["Activation"]
         with Recorder() as backward:
             loss.backward()
-    return Pass(forward, backward, kept, _snapshot(tracker, "peak"))
+    peak = _snapshot(tracker, "peak")
+    for gradient in _whole_gradients(dit):
+        tracker._update_and_maybe_create_winfos(gradient, _FSDPRefType.UNSHARDED_GRAD)  # else "Temp"
+    return Pass(forward, backward, kept, peak)
+
+
+def _whole_gradients(dit: DiT) -> Iterator[torch.Tensor]:
+    """Gradients of another dtype than the weights that wait to be reduced, which FSDP2 keeps to itself."""
+    for module in dit.modules():
+        if isinstance(module, FSDPModule):
+            for parameter in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
+                if parameter.unsharded_accumulated_grad is not None:
+                    yield parameter.unsharded_accumulated_grad
 
 
 def optimizer_step(dit: DiT, steps: Any) -> OptimizerStep:
