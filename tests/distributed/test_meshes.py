@@ -41,6 +41,7 @@ MESHES = {
 }
 # a step so large that it drowns the rounding of weights, and an eps at which AdamW does not divide noise by noise
 STEP = "--optimizer.name muon --optimizer.lr 1 --optimizer.adamw.lr 0.1 --optimizer.adamw.eps 0.01".split()
+BATCH = 384  # Newton-Schulz enlarges rounding in the directions that hardly occur in a gradient: few images leave such
 MODEL = ["--model.width", "32", "--model.depth", "2", "--model.heads", "4", "--model.qk_norm", "true"]
 KINDS = {"gelu": [], "swiglu, rope": ["--model.swiglu", "true", "--model.position", "rope", "--model.mlp_ratio", "3"]}
 
@@ -58,7 +59,7 @@ def one_update(arguments: list[str]) -> dict:
     from dit_train.run import faults, optimizer
     from dit_train.run.batch import draw, share
 
-    config = overlays.read([], [*MODEL, *arguments, *MATRIX, *STEP, "--train.batch", "12", P + "device", "cpu"])
+    config = overlays.read([], [*MODEL, *arguments, *MATRIX, *STEP, "--train.batch", str(BATCH), P + "device", "cpu"])
     torch._dynamo.reset()
     with joined(config.parallel) as world:
         data = sources.load(config.data)
@@ -69,7 +70,7 @@ def one_update(arguments: list[str]) -> dict:
             drawn = distribute_tensor(drawn, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.detach().to_local().add_(drawn.to_local())
         steps = optimizer.build(config.optimizer, model)
-        batch = draw(config, data, 0, share(12, world.data_rank, world.data_size))
+        batch = draw(config, data, 0, share(BATCH, world.data_rank, world.data_size))
         loss = (model(batch.x_t, batch.t, batch.labels) - batch.target).square().mean()
         loss.backward()
         squares = faults.gradient_squares(model)
@@ -102,8 +103,7 @@ def test_loss_gradients_and_update_are_those_of_one_process(mesh, kind):
     assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-5)
     for name in theirs["update"]:
         assert difference(ours["gradient"][name], theirs["gradient"][name]) < 1e-5, name
-        # Newton-Schulz enlarges the rounding of gradients in the directions that hardly occur in them
-        assert difference(ours["update"][name], theirs["update"][name]) < 3e-5, name
+        assert difference(ours["update"][name], theirs["update"][name]) < 1e-5, name
 
 
 def difference(ours, theirs):
