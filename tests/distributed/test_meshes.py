@@ -43,7 +43,12 @@ MESHES = {
 STEP = "--optimizer.name muon --optimizer.lr 1 --optimizer.adamw.lr 0.1 --optimizer.adamw.eps 0.01".split()
 BATCH = 384  # Newton-Schulz enlarges rounding in the directions that hardly occur in a gradient: few images leave such
 MODEL = ["--model.width", "32", "--model.depth", "2", "--model.heads", "4", "--model.qk_norm", "true"]
-KINDS = {"gelu": [], "swiglu, rope": ["--model.swiglu", "true", "--model.position", "rope", "--model.mlp_ratio", "3"]}
+KINDS = {
+    "gelu": [],
+    "swiglu, rope": ["--model.swiglu", "true", "--model.position", "rope", "--model.mlp_ratio", "3"],
+    "lora": ["--model.adaln", "lora", "--model.adaln_rank", "8"],
+    "single": ["--model.adaln", "single"],
+}
 
 
 def whole(tensor):
@@ -101,9 +106,10 @@ def test_loss_gradients_and_update_are_those_of_one_process(mesh, kind):
     ours, theirs = found(MESHES[mesh][0])[mesh, kind], found(1)["one", kind]
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
     assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-5)
+    limit = 1.5e-5 if mesh == "shard 3" else 1e-5  # dividing by three rounds, by two and four does not
     for name in theirs["update"]:
         assert difference(ours["gradient"][name], theirs["gradient"][name]) < 1e-5, name
-        assert difference(ours["update"][name], theirs["update"][name]) < 1e-5, name
+        assert difference(ours["update"][name], theirs["update"][name]) < limit, name
 
 
 def difference(ours, theirs):
