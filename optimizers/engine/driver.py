@@ -74,7 +74,7 @@ class Driver(torch.optim.Optimizer):
     """
 
     _spans: Spans | None = None
-    _has_previous = False
+    _has_previous = _at_previous = False
 
     def __init__(
         self,
@@ -297,6 +297,7 @@ class Driver(torch.optim.Optimizer):
             ValueError: for sparse gradients, or gradients placed differently from their parameter; nothing has been
                 updated or sent then.
         """
+        self._check_weights_are_present()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -333,12 +334,17 @@ class Driver(torch.optim.Optimizer):
         present ones, as clipping does, has to scale ``previous_gradients`` too. On the first step the weights are the
         present ones. After a forward without a backward, as an evaluation is, FSDP2 still has the root's weights of
         then gathered and would use those inside: call ``model.reshard()`` before.
+
+        Raises:
+            ValueError: if it is entered already; so does a step inside.
         """
+        self._check_weights_are_present()
         self._keep_up()
         groups = self._exact_groups()
         started = [group for group in groups if group["step"]]
         present = [(p, p.grad, _kept(p.grad)) for group in self.param_groups for p in group["params"]]
         self.zero_grad(set_to_none=True)
+        self._has_previous, self._at_previous = False, True
         for group in started:
             variance.swap_weights(group, self.state)
         try:
@@ -353,6 +359,11 @@ class Driver(torch.optim.Optimizer):
                 variance.swap_weights(group, self.state)
             for p, gradient, kept in present:
                 p.grad = gradient if kept is None else gradient.copy_(kept)
+            self._at_previous = False
+
+    def _check_weights_are_present(self) -> None:
+        if self._at_previous:
+            raise ValueError("the weights are those of before the last step; leave at_previous_weights() first")
 
     @property
     def takes_previous(self) -> bool:

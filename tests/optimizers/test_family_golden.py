@@ -274,6 +274,29 @@ def test_exact_variance_reduction_compares_one_batch_at_two_weights(cls):
     w.grad = gradient(1)
     with pytest.raises(ValueError, match=r"take them inside optimizer\.at_previous_weights"):
         optimizer.step()
+    with optimizer.at_previous_weights():
+        loss(w, 5).backward()
+    with pytest.raises(OSError, match="no data"), optimizer.at_previous_weights():
+        raise OSError("no data")  # those taken before are of no use then
+    with pytest.raises(ValueError, match=r"take them inside optimizer\.at_previous_weights"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("cls", [MarsMuon, MarsAdamW])
+def test_last_weights_are_neither_updated_nor_taken_for_the_present_ones(cls):
+    w = nn.Parameter(initial_weight())
+    optimizer = cls([w], mars_exact=True)
+    with optimizer.at_previous_weights():
+        w.grad = gradient(1)
+    w.grad = gradient(1)
+    optimizer.step()
+    now = w.detach().clone()
+    with optimizer.at_previous_weights():
+        for enter in (optimizer.step, optimizer.at_previous_weights().__enter__):
+            with pytest.raises(ValueError, match=r"leave at_previous_weights\(\) first"):
+                enter()
+        assert equal(w.detach(), initial_weight())
+    assert equal(w.detach(), now)
 
 
 def test_features_combine_as_their_own_classes_have_them():
