@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import time
@@ -34,24 +35,20 @@ def refuse(text: str) -> int:
 
 
 def new_file(text: str) -> Path:
-    """The type of an argument that names a file to be written: known to fit before any work is done."""
+    """The type of an argument that names a file to be written: known to fit before any work is done.
+
+    Nothing is opened or made to find out, since other ranks look at the same time.
+    """
     path = Path(text)
     try:
-        if path.is_dir() or not path.absolute().parent.is_dir():
+        folder = path.resolve().parent  # of what a link names
+        if path.is_dir() or not folder.is_dir():
             raise argparse.ArgumentTypeError(f"{path} cannot be written: name a file in a folder that exists")
-        _try_to_write(path)
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise PermissionError(errno.EACCES, "no permission")
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path} cannot be written ({error.strerror}); name another") from None
     return path
-
-
-def _try_to_write(path: Path) -> None:
-    """Raise the OSError that writing would; what is there stays as it is. Pipes and the like are not opened."""
-    there = path.exists()
-    if not there or path.is_file():
-        path.open("ab").close()
-    if not there:
-        path.unlink(missing_ok=True)
 
 
 def new_picture(text: str) -> Path:

@@ -1,5 +1,6 @@
 """Whatever a command cannot work with is one line on stderr and exit code 2."""
 
+import argparse
 import importlib
 import sys
 from pathlib import Path
@@ -73,6 +74,12 @@ def test_rank_0_tells_first_what_all_ranks_meet(monkeypatch, capsys):
         monkeypatch.setenv("RANK", rank)
         assert command_line.refuse("a\nb") == 2 and capsys.readouterr().err == "a b\n"
     assert len(waited) == 1 and waited[0] > 1
+
+
+def test_a_link_to_a_folder_that_is_gone_is_no_place_for_a_file(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone" / "file")
+    with pytest.raises(argparse.ArgumentTypeError, match="name a file in a folder that exists"):
+        command_line.new_file(str(tmp_path / "link"))
 
 
 def test_to_find_out_whether_a_file_can_be_written_changes_nothing(tmp_path):

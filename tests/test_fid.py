@@ -185,11 +185,12 @@ def test_bad_input_is_one_line(folder, capsys, words, reason):
     assert reason.replace("FOLDER", str(folder)) in refusal(folder, capsys, *words)
 
 
-def test_a_result_that_cannot_be_written_after_all_is_one_line(capsys, tmp_path):
-    (tmp_path / "link.json").symlink_to(tmp_path / "gone" / "a.json")
+def test_a_result_that_cannot_be_written_after_all_is_one_line(capsys, tmp_path, monkeypatch):
     record = {"metric": "FID-8", "value": 3.0, "n_gen": 8, "n_ref": None}
     (tmp_path / "a.json").write_text(json.dumps(record))
-    code = fid.main(["compare", str(tmp_path / "a.json"), "--json", str(tmp_path / "link.json")])
+    (tmp_path / "gone").mkdir()
+    monkeypatch.setattr(fid.records, "table", lambda found: (tmp_path / "gone").rmdir())
+    code = fid.main(["compare", str(tmp_path / "a.json"), "--json", str(tmp_path / "gone" / "b.json")])
     assert code == 2 and "No such file" in capsys.readouterr().err.splitlines()[-1]
 
 
