@@ -99,8 +99,9 @@ def _slowest(milliseconds: float, name: str) -> float:
     try:
         answers.wait(timedelta(seconds=_SECONDS_TO_AGREE))
     except RuntimeError:
+        fix = "lower train.micro_batch" if name == "bf16" else "set it to bf16, or lower train.micro_batch"
         raise ConfigError(
             f"train.compute_dtype: {name} does not fit into the memory of rank {dist.get_rank()}, but into that of "
-            "others; set it to bf16, or lower train.micro_batch"
+            f"others; {fix}"
         ) from None
     return slowest.item()
